@@ -1,0 +1,56 @@
+# 400M parameters (350M in layers, 51M in the tied embedding) to 1M tokens of context.
+#     torchrun train.py configs/1m_ctx.py --dry_run   # stages, parameters, memory, data, and nothing else
+#     torchrun train.py configs/1m_ctx.py             # one GPU; --nproc_per_node=8 on a node: the same config
+#
+# Tokens: 10B = 9539 steps of 2^20, 25 a parameter: 2B in warmup and 4B sparse at 8K, where they are cheap,
+# then 2B at 32K, 1B at 128K, and half a billion each (477 steps) at 512K and at 1M, where a step is 2
+# sequences and 1.
+# Time: a token costs 3.1 GFLOP in matrices (6 x 401M, and each layer's forward again: checkpointing) and 2.0
+# in sparse attention (24 layers, 2048 selected tokens of 16 heads x 128), whatever the length; warmup at 8K
+# costs 3.8 there instead. Selection grows with the length, 4 heads x 128 over half of it: 0.1 GFLOP at 8K,
+# 1.6 at 128K, 13 at 1M. In all 7 GFLOP a token in warmup, then 5.2, 5.5, 6.7, 11.6 and 18: 67 EFLOP, which
+# would be 62 hours at 300 TFLOP/s, a third of an H200's peak, and 8 hours on eight. Not measured yet.
+# Memory: at 1M a rank keeps 2 GiB of inputs a layer, 48 GiB, divided by the ranks that a sequence is split
+# over. Where that is too much: --activation_offload.
+#
+# Data: documents as long as there are, billions of tokens of them. Books alone (PG-19: 3B tokens, 100K each)
+# pass three times; better is code beside them, with the files of a repository as one document. To have both,
+# sort the code by repository, bring all into parquet files with columns text and document, and name those.
+#     python data/hf/prepare.py --path emozilla/pg19 --tokenizer gpt2 --out data/long
+#     python data/hf/prepare.py --path parquet --data_files long/*.parquet --group_by document \
+#         --max_tokens 10000000000 --tokenizer gpt2 --out data/long
+#     for n in 8192 131072 1048576; do python data/passkey/prepare.py --length $n --val_documents 8 \
+#         --tokenizer gpt2 --haystack long --out data/passkey_$n; done
+# Documents of a million tokens are rare, so the last two stages let a sequence see across borders
+# (document_mask=False): they are there to train position and selection at that length.
+from configs import Stage
+
+out_dir = "out/1m_ctx"
+dataset = "long"
+retrieval_sets = ["passkey_8192", "passkey_131072", "passkey_1048576"]
+
+n_layer = 24
+d_model = 1024
+n_head = 16
+n_kv_head = 4
+n_proxy_head = 4
+head_dim = 128
+d_mlp = 2816
+vocab_size = 50304  # gpt2's 50257, rounded up to 128
+top_k = 2048
+
+tokens_per_step = 2**20
+micro_batch_tokens = 2**17
+stages = [  # RoPE bases rise with the length, as in published long-context recipes; they were not tuned here
+    Stage(tokens=2_000_000_000, seq_len=2**13, attention="warmup", rope_theta=500_000.0),
+    Stage(tokens=4_000_000_000, seq_len=2**13, attention="sparse", rope_theta=500_000.0),
+    Stage(tokens=2_000_000_000, seq_len=2**15, attention="sparse", rope_theta=2e6),
+    Stage(tokens=1_000_000_000, seq_len=2**17, attention="sparse", rope_theta=1e7),
+    Stage(tokens=500_000_000, seq_len=2**19, attention="sparse", rope_theta=5e7, document_mask=False),
+    Stage(tokens=500_000_000, seq_len=2**20, attention="sparse", rope_theta=1e8, document_mask=False),
+]
+
+lr = 6e-4
+lr_warmup_tokens = 200 * tokens_per_step
+
+activation_checkpoint = True

@@ -1,0 +1,38 @@
+# A toy for the CPU that goes through all three modes, to see the machinery run and the curves come out.
+#     python data/pysrc/prepare.py              # Python sources on this machine as bytes, nothing to download
+#     python train.py configs/quickstart.py     # `make train` does both, then samples
+# 0.9M parameters; 300 steps of 8192 tokens = 2.5M tokens, about 13 TFLOP in matrices.
+# Time on 2 CPU cores: not measured yet.
+from configs import Stage
+
+out_dir = "out/quickstart"
+dataset = "pysrc"
+
+n_layer = 4
+d_model = 128
+n_head = 4
+n_kv_head = 2
+n_proxy_head = 2
+head_dim = 32
+d_mlp = 384
+block_size = 32
+top_k = 128  # 4 of the 32 blocks of the longest sequence
+
+tokens_per_step = 8192
+stages = [
+    Stage(steps=60, seq_len=256, attention="dense"),
+    Stage(steps=80, seq_len=512, attention="warmup"),
+    Stage(steps=80, seq_len=512, attention="sparse"),
+    Stage(steps=80, seq_len=1024, attention="sparse"),
+]
+
+optimizer = "muon"
+lr = 2e-3
+proxy_lr = 2e-3
+lr_warmup_tokens = 20 * tokens_per_step
+
+layer_interval = 50
+eval_interval = 50
+eval_tokens = 2**15
+kl_interval = 50
+checkpoint_interval = 100

@@ -1,0 +1,522 @@
+"""MiniMax Sparse Attention (arXiv 2606.13392): select key blocks with a small proxy, attend to them only.
+
+    out, kl = sparse_attention(q, k, v, q_proxy, k_proxy, top_k=2048)
+    loss = cross_entropy + kl / (query tokens of the global batch * proxy heads)
+
+Shapes: q (B, S, H, D); k, v (B, Sk, Hkv, D); q_proxy (B, S, Hp, D); k_proxy (B, Sk, Hpk, D). H is a
+multiple of Hp, Hp of Hkv and of Hpk; the H / Hp query heads of a group share one selection. Keys come in
+blocks of `block_size`, `top_k` counts tokens. `kl` is the sum over batch, queries and proxy heads of
+KL(teacher || student) (eq. 10 without its mean), whose gradient reaches q_proxy and k_proxy alone; `out`
+reaches q, k and v alone. `kl` and all sums are fp32, fp64 for fp64 inputs.
+
+Arguments that several functions take:
+    scale: factor of main and proxy scores, 1 / sqrt(D) by default.
+    doc_start_block (B, ceil(S / block_size)) int32: for each query block of the call the first key block of
+        its document; queries see nothing before it.
+    q_block (ceil(S / block_size),) int32: query t sits at place q_block[t // block_size] * block_size
+        + t % block_size among the keys; distinct, in any order; by default 0, 1, ...
+    block_indices (B, S, Hp, k) int32 instead of top_k: slot 0 the query's own block, then distinct earlier
+        blocks of its document in any order, -1 skipped. Works without a proxy; kl is 0 then.
+    materialize_kl: give `kl` its true value (an extra pass). Otherwise its value is 0, its gradient real.
+    kl_probe (Hp,) fp32 zeros that require grad: backward adds the KL sum of each proxy head to its gradient,
+        whatever gradients arrive. Sums over micro-batches, counts once under activation checkpointing.
+
+Whatever a function can't take is a ValueError that names the argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from msa import reference
+
+__all__ = ["decode_attention", "dense_attention", "select_blocks", "sparse_attention", "warmup_attention"]
+
+
+@functools.cache
+def announce(device_type: str) -> None:
+    """Says once a process which implementation runs, and why."""
+    why = "the kernels need an NVIDIA GPU" if device_type != "cuda" else "this version has no GPU kernels yet"
+    print(f"msa: attention on {device_type} runs the PyTorch reference ({why})", file=sys.stderr, flush=True)
+
+
+# ---- custom ops: what torch.compile and selective checkpointing see --------------------------------
+
+
+@torch.library.custom_op("msa::select_blocks", mutates_args=())
+def _select_blocks(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    doc_start_block: Tensor | None,
+    q_block: Tensor | None,
+    slots: int,
+    scale: float,
+    block_size: int,
+) -> Tensor:
+    announce(q_proxy.device.type)
+    return reference.select(q_proxy, k_proxy, doc_start_block, q_block, slots, scale, block_size)
+
+
+@_select_blocks.register_fake
+def _(q_proxy, k_proxy, doc_start_block, q_block, slots, scale, block_size):
+    return q_proxy.new_empty(*q_proxy.shape[:3], slots, dtype=torch.int32)
+
+
+@torch.library.custom_op("msa::attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_proxy: Tensor | None,
+    k_proxy: Tensor | None,
+    block_indices: Tensor | None,
+    doc_start_block: Tensor | None,
+    q_block: Tensor | None,
+    kl_probe: Tensor | None,
+    scale: float,
+    block_size: int,
+    materialize_kl: bool,
+    check_indices: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    announce(q.device.type)
+    if check_indices:
+        reference.check_block_indices(block_indices, q_block, doc_start_block, block_size)
+    return reference.forward(
+        q, k, v, q_proxy, k_proxy, block_indices, doc_start_block, q_block, scale, block_size, materialize_kl
+    )
+
+
+@_attention.register_fake
+def _(q, k, v, q_proxy, k_proxy, block_indices, doc_start_block, q_block, kl_probe, *flags):
+    dtype = reference.accumulate_dtype(q.dtype)
+    batch, n_queries, heads, _ = q.shape
+    proxy = (0,) if q_proxy is None else (batch, q_proxy.shape[2], n_queries)
+    return (
+        q.new_empty(q.shape),
+        q.new_empty((), dtype=dtype),
+        q.new_empty((batch, heads, n_queries), dtype=dtype),
+        q.new_empty(proxy, dtype=dtype),
+    )
+
+
+@torch.library.custom_op("msa::attention_backward", mutates_args=())
+def _attention_backward(
+    grad_out: Tensor,
+    grad_kl: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_proxy: Tensor | None,
+    k_proxy: Tensor | None,
+    block_indices: Tensor | None,
+    doc_start_block: Tensor | None,
+    q_block: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    lse_proxy: Tensor,
+    scale: float,
+    block_size: int,
+    need_kl: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return reference.backward(
+        grad_out,
+        grad_kl,
+        q,
+        k,
+        v,
+        q_proxy,
+        k_proxy,
+        block_indices,
+        doc_start_block,
+        q_block,
+        out,
+        lse,
+        lse_proxy,
+        scale,
+        block_size,
+        need_kl,
+    )
+
+
+@_attention_backward.register_fake
+def _(grad_out, grad_kl, q, k, v, q_proxy, k_proxy, indices, doc, q_block, out, lse, lse_proxy, *flags):
+    def like(x):
+        return lse.new_empty(0) if x is None else x.new_empty(x.shape)
+
+    kl = lse.new_empty(0 if q_proxy is None else q_proxy.shape[2])
+    return like(q), like(k), like(v), like(q_proxy), like(k_proxy), kl
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    q, k, v, q_proxy, k_proxy, block_indices, doc_start_block, q_block, kl_probe, scale, block_size, *_ = (
+        inputs
+    )
+    out, _, lse, lse_proxy = output
+    ctx.save_for_backward(
+        q, k, v, q_proxy, k_proxy, block_indices, doc_start_block, q_block, out, lse, lse_proxy
+    )
+    ctx.scale, ctx.block_size = scale, block_size
+    ctx.probe_dtype = None if kl_probe is None else kl_probe.dtype
+
+
+def _backward(ctx, grad_out, grad_kl, grad_lse, grad_lse_proxy):
+    saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
+    need_kl = ctx.probe_dtype is not None
+    *grads, kl = _attention_backward(grad_out, grad_kl, *saved, ctx.scale, ctx.block_size, need_kl)
+    if saved[3] is None:
+        grads[3:] = [None, None]
+    return *grads, None, None, None, kl.to(ctx.probe_dtype) if need_kl else None, None, None, None, None
+
+
+_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+# ---- checks of what is known without looking at values ----------------------------------------------
+
+
+def _require(ok: bool, message: Callable[[], str]) -> None:
+    # The text is made only where it is needed: torch.compile takes a length that is printed for a constant.
+    if not ok:
+        raise ValueError(message())
+
+
+def _check_tensors(block_size: int, **tensors: Tensor | None) -> None:
+    """Rank 4, one device, one floating dtype, one batch and head dim; keys of one length, as many v as k."""
+    _require(
+        isinstance(block_size, int) and block_size > 0,
+        lambda: f"block_size: must be a positive int, got {block_size!r}",
+    )
+    queries = next(iter(tensors))
+    keys = "k" if "k" in tensors else "k_proxy"
+    for name, x in tensors.items():
+        _check_like(name, x, queries, tensors[queries])
+        pattern = queries if name in ("q", "q_proxy") else keys
+        _check_length(name, x.shape[1], pattern, tensors[pattern].shape[1])
+    if "v" in tensors:
+        heads, kv_heads = tensors["v"].shape[2], tensors["k"].shape[2]
+        _require(heads == kv_heads, lambda: f"v: has {heads} heads, but k has {kv_heads}; they must agree")
+
+
+def _check_like(name: str, x: Tensor | None, q_name: str, q: Tensor) -> None:
+    _require(isinstance(x, Tensor), lambda: f"{name}: must be a tensor, got {type(x).__name__}")
+    _require(
+        x.dim() == 4, lambda: f"{name}: must be (batch, sequence, heads, head_dim), got {tuple(x.shape)}"
+    )
+    _require(x.is_floating_point(), lambda: f"{name}: must be floating point, got {x.dtype}")
+    _require(min(x.shape) > 0, lambda: f"{name}: no dimension may be empty, got {tuple(x.shape)}")
+    _require(x.device == q.device, lambda: f"{name}: is on {x.device}, but {q_name} is on {q.device}")
+    _require(
+        x.dtype == q.dtype, lambda: f"{name}: is {x.dtype}, but {q_name} is {q.dtype}; give all the same"
+    )
+    for dim, what in ((0, "batch"), (3, "head_dim")):
+        mine, other = x.shape[dim], q.shape[dim]
+        _check_length(name, mine, q_name, other, what)
+
+
+def _check_length(name: str, mine: int, pattern: str, other: int, what: str = "sequence") -> None:
+    _require(mine == other, lambda: f"{name}: {what} is {mine}, but {pattern}'s is {other}; they must agree")
+
+
+def _check_heads(heads: int, kv_heads: int, proxy_heads: int, source: str, proxy_kv_heads: int = 1) -> None:
+    _require(heads % kv_heads == 0, lambda: f"q: {heads} heads are no multiple of k's {kv_heads}")
+    _require(
+        proxy_heads % kv_heads == 0,
+        lambda: f"{source}: {proxy_heads} heads are no multiple of k's {kv_heads}",
+    )
+    _require(
+        heads % proxy_heads == 0, lambda: f"q: {heads} heads are no multiple of {source}'s {proxy_heads}"
+    )
+    _require(
+        proxy_heads % proxy_kv_heads == 0,
+        lambda: f"k_proxy: {proxy_kv_heads} heads do not divide q_proxy's {proxy_heads}",
+    )
+
+
+def _check_int32(name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    if x is not None:
+        _require(isinstance(x, Tensor), lambda: f"{name}: must be a tensor, got {type(x).__name__}")
+        _require(x.dtype == torch.int32, lambda: f"{name}: must be int32, got {x.dtype}")
+        _require(
+            tuple(x.shape) == shape, lambda: f"{name}: must have the shape {shape}, got {tuple(x.shape)}"
+        )
+        _require(x.device == device, lambda: f"{name}: is on {x.device}, but the queries are on {device}")
+
+
+def _check_places(
+    name: str,
+    queries: Tensor,
+    n_keys: int,
+    doc_start_block: Tensor | None,
+    q_block: Tensor | None,
+    block_size: int,
+) -> None:
+    n_queries, n_blocks = queries.shape[1], -(-queries.shape[1] // block_size)
+    _check_int32("doc_start_block", doc_start_block, (queries.shape[0], n_blocks), queries.device)
+    _check_int32("q_block", q_block, (n_blocks,), queries.device)
+    _require(
+        q_block is not None or n_queries <= n_keys,
+        lambda: f"{name}: {n_queries} queries need as many keys, there are {n_keys}; or else give q_block",
+    )
+
+
+def _slots(top_k: int, block_size: int) -> int:
+    _require(
+        isinstance(top_k, int) and top_k > 0 and top_k % block_size == 0,
+        lambda: (
+            f"top_k: counts tokens and must be a positive multiple of block_size {block_size}, got {top_k!r}"
+        ),
+    )
+    return top_k // block_size
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    _require(0 < scale < math.inf, lambda: f"scale: must be finite and above 0, got {scale}")
+    return scale
+
+
+def _check_probe(kl_probe: Tensor | None, proxy_heads: int, queries: Tensor) -> None:
+    if kl_probe is not None:
+        dtype = reference.accumulate_dtype(queries.dtype)
+        _require(
+            isinstance(kl_probe, Tensor)
+            and tuple(kl_probe.shape) == (proxy_heads,)
+            and kl_probe.dtype in (torch.float32, dtype)
+            and kl_probe.device == queries.device,
+            lambda: (
+                f"kl_probe: must be float32 of shape ({proxy_heads},) on {queries.device}, got "
+                + (
+                    f"{kl_probe.dtype} {tuple(kl_probe.shape)} on {kl_probe.device}"
+                    if isinstance(kl_probe, Tensor)
+                    else type(kl_probe).__name__
+                )
+            ),
+        )
+
+
+# ---- public functions -------------------------------------------------------------------------------
+
+
+def select_blocks(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    *,
+    top_k: int,
+    scale: float | None = None,
+    doc_start_block: Tensor | None = None,
+    q_block: Tensor | None = None,
+    block_size: int = 128,
+) -> Tensor:
+    """Eq. 6 and 7: the top_k / block_size key blocks of each query and proxy head.
+
+    A block's score is the largest proxy score of its visible tokens (a NaN counts as -inf). Slot 0 holds the
+    query's own block, the later ones the earlier blocks of its document by descending score, equal scores to
+    the lower block, and -1 where blocks run out.
+
+    Returns block_indices (B, S, Hp, top_k / block_size) int32; no gradient. Raises ValueError.
+    """
+    _check_tensors(block_size, q_proxy=q_proxy, k_proxy=k_proxy)
+    _check_heads(q_proxy.shape[2], 1, q_proxy.shape[2], "q_proxy", k_proxy.shape[2])
+    slots, scale = _slots(top_k, block_size), _scale(scale, q_proxy.shape[3])
+    _check_places("q_proxy", q_proxy, k_proxy.shape[1], doc_start_block, q_block, block_size)
+    return _select_blocks(
+        q_proxy.detach(), k_proxy.detach(), doc_start_block, q_block, slots, scale, block_size
+    )
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_proxy: Tensor | None = None,
+    k_proxy: Tensor | None = None,
+    *,
+    top_k: int | None = None,
+    scale: float | None = None,
+    doc_start_block: Tensor | None = None,
+    q_block: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    materialize_kl: bool = False,
+    kl_probe: Tensor | None = None,
+    block_size: int = 128,
+) -> tuple[Tensor, Tensor]:
+    """Eq. 8 to 10: exact softmax attention over the selected blocks, and the KL that teaches the proxy.
+
+    Takes exactly one of top_k (the proxy selects) and block_indices (handed over; the proxy may be left out).
+    The teacher is the mean over a group's heads of their attention over the selected tokens, detached; the
+    student is the proxy's softmax over the same tokens.
+
+    Returns (out (B, S, H, D) in q's dtype, kl 0-dim). Raises ValueError.
+    """
+    proxy = {"q_proxy": q_proxy, "k_proxy": k_proxy}
+    _require(
+        (q_proxy is None) == (k_proxy is None),
+        lambda: "q_proxy, k_proxy: give both or neither, one of them is None",
+    )
+    _require(
+        (top_k is None) != (block_indices is None),
+        lambda: (
+            "top_k, block_indices: give exactly one of them, got " + ("neither" if top_k is None else "both")
+        ),
+    )
+    _check_tensors(block_size, q=q, k=k, v=v, **({} if q_proxy is None else proxy))
+    scale = _scale(scale, q.shape[3])
+    _check_places("q", q, k.shape[1], doc_start_block, q_block, block_size)
+    if q_proxy is None:
+        _require(top_k is None, lambda: "q_proxy: top_k selects with the proxy; give q_proxy and k_proxy")
+        _require(kl_probe is None, lambda: "kl_probe: there is no KL without q_proxy and k_proxy")
+        _require(not materialize_kl, lambda: "materialize_kl: there is no KL without q_proxy and k_proxy")
+    else:
+        _check_heads(q.shape[2], k.shape[2], q_proxy.shape[2], "q_proxy", k_proxy.shape[2])
+        _check_probe(kl_probe, q_proxy.shape[2], q)
+    if block_indices is None:
+        block_indices = select_blocks(
+            q_proxy,
+            k_proxy,
+            top_k=top_k,
+            scale=scale,
+            doc_start_block=doc_start_block,
+            q_block=q_block,
+            block_size=block_size,
+        )
+        check_indices = False
+    else:
+        _require(
+            isinstance(block_indices, Tensor) and block_indices.dim() == 4 and min(block_indices.shape) > 0,
+            lambda: "block_indices: must be a tensor (B, S, Hp, k) with no empty dimension",
+        )
+        heads = block_indices.shape[2] if q_proxy is None else q_proxy.shape[2]
+        shape = (*q.shape[:2], heads, block_indices.shape[3])
+        _check_int32("block_indices", block_indices, shape, q.device)
+        _check_heads(q.shape[2], k.shape[2], heads, "block_indices")
+        check_indices = True
+    out, kl, _, _ = _attention(
+        q,
+        k,
+        v,
+        q_proxy,
+        k_proxy,
+        block_indices,
+        doc_start_block,
+        q_block,
+        kl_probe,
+        scale,
+        block_size,
+        materialize_kl,
+        check_indices,
+    )
+    return out, kl
+
+
+def warmup_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    *,
+    scale: float | None = None,
+    doc_start_block: Tensor | None = None,
+    q_block: Tensor | None = None,
+    materialize_kl: bool = False,
+    kl_probe: Tensor | None = None,
+    block_size: int = 128,
+) -> tuple[Tensor, Tensor]:
+    """Dense causal attention, while the proxy learns over all visible tokens (eq. 9 and 10 over those).
+
+    Returns (out (B, S, H, D) in q's dtype, kl 0-dim). Raises ValueError.
+    """
+    _check_tensors(block_size, q=q, k=k, v=v, q_proxy=q_proxy, k_proxy=k_proxy)
+    _check_heads(q.shape[2], k.shape[2], q_proxy.shape[2], "q_proxy", k_proxy.shape[2])
+    _check_probe(kl_probe, q_proxy.shape[2], q)
+    scale = _scale(scale, q.shape[3])
+    _check_places("q", q, k.shape[1], doc_start_block, q_block, block_size)
+    out, kl, _, _ = _attention(
+        q,
+        k,
+        v,
+        q_proxy,
+        k_proxy,
+        None,
+        doc_start_block,
+        q_block,
+        kl_probe,
+        scale,
+        block_size,
+        materialize_kl,
+        False,
+    )
+    return out, kl
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    doc_start_block: Tensor | None = None,
+    q_block: Tensor | None = None,
+    block_size: int = 128,
+) -> Tensor:
+    """Dense causal attention with the same places and documents: out (B, S, H, D). Raises ValueError."""
+    _check_tensors(block_size, q=q, k=k, v=v)
+    _check_heads(q.shape[2], k.shape[2], k.shape[2], "k")
+    scale = _scale(scale, q.shape[3])
+    _check_places("q", q, k.shape[1], doc_start_block, q_block, block_size)
+    out, _, _, _ = _attention(
+        q, k, v, None, None, None, doc_start_block, q_block, None, scale, block_size, False, False
+    )
+    return out
+
+
+@torch.no_grad()
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_proxy: Tensor | None = None,
+    k_proxy: Tensor | None = None,
+    *,
+    lengths: Tensor,
+    top_k: int | None = None,
+    scale: float | None = None,
+    block_size: int = 128,
+) -> Tensor:
+    """One query a sequence against a cache: q (B, 1, H, D), query b at place lengths[b] - 1 of its keys.
+
+    lengths (B,) ints from 1 to Sk; keys at lengths[b] and later are not looked at. top_k None attends
+    densely. Returns out (B, 1, H, D); no gradient. Raises ValueError.
+    """
+    proxy = {"q_proxy": q_proxy, "k_proxy": k_proxy}
+    _require(
+        (q_proxy is None) == (k_proxy is None),
+        lambda: "q_proxy, k_proxy: give both or neither, one of them is None",
+    )
+    _check_tensors(block_size, q=q, k=k, v=v, **({} if q_proxy is None else proxy))
+    _require(q.shape[1] == 1, lambda: f"q: takes one query a sequence, got {q.shape[1]}")
+    if q_proxy is None:
+        _require(top_k is None, lambda: "q_proxy: top_k selects with the proxy; give q_proxy and k_proxy")
+        _check_heads(q.shape[2], k.shape[2], k.shape[2], "k")
+    else:
+        _check_heads(q.shape[2], k.shape[2], q_proxy.shape[2], "q_proxy", k_proxy.shape[2])
+    _require(
+        isinstance(lengths, Tensor)
+        and not lengths.is_floating_point()
+        and tuple(lengths.shape) == q.shape[:1],
+        lambda: f"lengths: must be an int tensor of shape ({q.shape[0]},)",
+    )
+    _require(
+        bool(((lengths >= 1) & (lengths <= k.shape[1])).all()),
+        lambda: f"lengths: must lie between 1 and the {k.shape[1]} keys, got {lengths.tolist()}",
+    )
+    slots = None if top_k is None else _slots(top_k, block_size)
+    scale = _scale(scale, q.shape[3])
+    announce(q.device.type)
+    return reference.decode(q, k, v, q_proxy, k_proxy, lengths, slots, scale, block_size)

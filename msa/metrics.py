@@ -1,0 +1,80 @@
+"""How good a selection is: block recall, score recall and the full-support KL, on sampled query rows.
+
+Both recalls are arXiv 2606.13392's measures of the proxy. The cost is rows * Sk, not S * Sk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from msa import reference
+
+
+@torch.no_grad()
+def attention_recall(
+    q: Tensor,
+    k: Tensor,
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    block_indices: Tensor,
+    rows: Tensor,
+    *,
+    scale: float | None = None,
+    doc_start_block: Tensor | None = None,
+    q_block: Tensor | None = None,
+    block_size: int = 128,
+) -> dict[str, Tensor]:
+    """Compares a selection with the attention that it stands for, on the query rows `rows` (R,) int64.
+
+    The teacher is the mean over a group's heads of their softmax over all visible tokens; a block's mass is
+    the teacher's sum over its tokens. The recalls are means over the (batch, row) pairs that see more blocks
+    than there are slots (shorter rows hold everything and would flatter), NaN where there is none:
+        block_recall (Hp,): share of the k blocks of largest mass (ties to the lower) that were picked;
+        score_recall (Hp,): mass that the picked blocks hold;  score_best (Hp,): mass of the best k blocks;
+        kl_full (Hp,): mean over batch and rows of KL(teacher || student) over all visible tokens, in nats;
+        n_rows (): the number of pairs that counted for the recalls.
+    Shapes as in `msa.sparse_attention`; block_indices (B, S, Hp, k).
+    """
+    batch, n_queries, _, dim = q.shape
+    n_keys, slots, proxy_heads = k.shape[1], block_indices.shape[3], q_proxy.shape[2]
+    scale = dim**-0.5 if scale is None else scale
+    n_blocks = -(-n_keys // block_size)
+    place = reference.query_places(n_queries, q_block, block_size, q.device)[rows]  # (R,)
+    first_block = torch.zeros(1, 1, dtype=torch.long, device=q.device)
+    if doc_start_block is not None:
+        first_block = doc_start_block.long()[:, rows // block_size]  # (B, R)
+    all_rows = reference.Rows(slice(None), place, first_block * block_size, 0, n_keys)
+    visible = all_rows.visible()  # (B or 1, 1, R, n)
+
+    keys, proxy_keys = reference.heads_first(k), reference.heads_first(k_proxy)
+    s = reference.scores(reference.heads_first(q[:, rows]), keys, scale)
+    p, _ = reference.normalise(reference.mask_scores(s, visible))
+    teacher = p.unflatten(1, (proxy_heads, -1)).mean(2)  # (B, Hp, R, n)
+    s = reference.scores(reference.heads_first(q_proxy[:, rows]), proxy_keys, scale)
+    s = reference.mask_scores(s, visible)
+    log_student = s - s.logsumexp(-1, keepdim=True)
+    kl_full = reference.kl_per_head(teacher, log_student) / (batch * rows.numel())
+
+    padded = torch.nn.functional.pad(teacher, (0, n_blocks * block_size - n_keys))
+    mass = padded.unflatten(-1, (n_blocks, block_size)).sum(-1)  # (B, Hp, R, n_blocks)
+    picked = torch.zeros(*mass.shape[:3], n_blocks + 1, dtype=torch.bool, device=q.device)
+    chosen = block_indices[:, rows].transpose(1, 2).long()
+    picked.scatter_(-1, chosen.masked_fill(chosen < 0, n_blocks), True)
+    picked = picked[..., :n_blocks]
+    k_best = min(slots, n_blocks)
+    best = mass.sort(dim=-1, descending=True, stable=True).indices[..., :k_best]
+    n_visible = place // block_size - first_block + 1  # (B or 1, R)
+    counts = (n_visible > slots).expand(batch, -1)[:, None].double()  # (B, 1, R)
+    n_rows = counts.sum()
+
+    def mean(x: Tensor) -> Tensor:
+        return ((x * counts).sum((0, 2)) / n_rows).float()  # 0 / 0 is the NaN we want
+
+    return {
+        "block_recall": mean(picked.gather(-1, best).double().mean(-1)),
+        "score_recall": mean((mass * picked).sum(-1)),
+        "score_best": mean(mass.gather(-1, best).sum(-1)),
+        "kl_full": kl_full.float(),
+        "n_rows": n_rows,
+    }

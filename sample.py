@@ -1,0 +1,179 @@
+"""Samples from a run, token by token, with a cache that holds the proxy's keys too.
+
+python sample.py --out_dir=out/quickstart --start="def main"
+python sample.py --out_dir=out/quickstart --start=FILE:prompt.txt --attention=dense
+python sample.py --out_dir=out/quickstart --export=qwen3_folder     # for transformers' from_pretrained
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data import get_tokenizer
+from model import KVCache, Run, Transformer, load_run, load_weights, save_qwen3
+
+
+def build(run: Run, device: torch.device) -> Transformer:
+    """The model of a run, on `device`, in bfloat16 on GPUs that have it."""
+    model = Transformer(run.config)
+    load_weights(model, run.state, "the checkpoint")
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        model.compute_dtype = torch.bfloat16
+    return model.to(device).eval()
+
+
+def pick(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    """logits (B, V) -> tokens (B,). Temperature 0 takes the likeliest; top_k and top_p cut the tail first."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None:
+        floor = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, float("-inf"))
+    if top_p is not None:
+        ordered, index = logits.sort(dim=-1, descending=True)
+        p = ordered.softmax(-1)
+        behind = p.cumsum(-1) - p >= top_p  # the token that crosses top_p stays
+        logits = logits.masked_fill(behind.gather(-1, index.argsort(-1)), float("-inf"))
+    # Drawn on the CPU: the same seed gives the same text wherever the logits agree.
+    return torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    *,
+    attention: str,
+    rope_theta: float | None,
+    vocab_size: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 1337,
+) -> Iterator[Tensor]:
+    """Yields the next token of every prompt, (B,) int64, max_new_tokens times. Prompts may differ in length.
+
+    Ids from vocab_size on are padding of the embedding and never drawn. attention: "sparse" or "dense".
+    """
+    if not prompts or min(map(len, prompts)) == 0:
+        raise ValueError("prompts: at least one, each of at least one token")
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    longest = int(lengths.max())
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.long, device=device)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    cache = KVCache(model.config, len(prompts), longest + max_new_tokens, device, model.compute_dtype)
+    shared = {"attention": attention, "rope_theta": rope_theta, "cache": cache}
+    logits = model(tokens, prompt_lengths=lengths, **shared).logits
+    for i in range(max_new_tokens):
+        logits[:, vocab_size:] = float("-inf")
+        token = pick(logits, temperature, top_k, top_p, generator)
+        yield token
+        if i + 1 < max_new_tokens:
+            logits = model(token[:, None], **shared).logits
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    add = parser.add_argument
+    add("--out_dir", required=True, help="the run to sample from")
+    add("--start", default="\n", help="the prompt, or FILE:path to read it from a file")
+    add("--num_samples", type=int, default=1, help="samples, one after the other (default 1)")
+    add("--max_new_tokens", type=int, default=500, help="tokens a sample (default 500)")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    add("--top_k", type=int, help="draw from the k likeliest tokens only")
+    add("--top_p", type=float, help="draw from the likeliest tokens that hold this share of the probability")
+    add("--seed", type=int, default=1337, help="of the draws (default 1337)")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where there is one")
+    add("--attention", choices=("sparse", "dense"), help="default: as the run trained last")
+    add("--export", metavar="FOLDER", help="write the run as a Qwen3 folder instead of sampling")
+    args = parser.parse_args(argv)
+    if args.max_new_tokens < 1 or args.num_samples < 1:
+        parser.error("--max_new_tokens and --num_samples must be at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device=cuda needs a GPU that PyTorch can use, there is none here; take auto or cpu")
+    if args.temperature < 0:
+        parser.error(f"--temperature must be at least 0, got {args.temperature}")
+    if args.top_k is not None and args.top_k < 1:
+        parser.error(f"--top_k must be at least 1, got {args.top_k}")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        parser.error(f"--top_p must be above 0 and at most 1, got {args.top_p}")
+    return args
+
+
+def stream_text(tokenizer, eos: int, prompt: list[int], tokens: Iterator[Tensor]) -> int:
+    """Prints the prompt and what follows in whole characters, until EOS; returns how many tokens came."""
+    sys.stdout.write(tokenizer.decode(prompt))
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # tokens may cut a character
+    count = 0
+    for token in tokens:
+        count += 1
+        if int(token[0]) == eos:
+            break
+        sys.stdout.write(decoder.decode(tokenizer.decode_single_token_bytes(int(token[0]))))
+        sys.stdout.flush()
+    sys.stdout.write(decoder.decode(b"", final=True) + "\n")
+    return count
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    run = load_run(args.out_dir)
+    theta = run.stage.rope_theta or run.config.rope_theta
+    if args.export:
+        save_qwen3(run.state, run.config, args.export, theta, run.stage.seq_len)
+        print(f"wrote {args.export}: transformers' from_pretrained loads it as a dense Qwen3")
+        return
+    kind = args.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build(run, torch.device(kind))
+    tokenizer = get_tokenizer(run.data["tokenizer"])
+    text = args.start
+    if text.startswith("FILE:"):
+        text = Path(text.removeprefix("FILE:")).read_text(encoding="utf-8")
+    prompt = tokenizer.encode_ordinary(text) or [run.data["eos"]]
+    attention = args.attention or ("sparse" if run.stage.attention == "sparse" else "dense")
+    print(
+        f"{args.out_dir}, step {run.step}, {attention} attention, {len(prompt)} prompt tokens, on {kind}",
+        file=sys.stderr,
+    )
+    for i in range(args.num_samples):
+        begin = time.perf_counter()
+        tokens = generate(
+            model,
+            [prompt],
+            args.max_new_tokens,
+            attention=attention,
+            rope_theta=theta,
+            vocab_size=run.data["vocab_size"],
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed + i,
+        )
+        count = stream_text(tokenizer, run.data["eos"], prompt, tokens)
+        seconds = time.perf_counter() - begin
+        print(f"--- {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,1010 @@
+"""Trains through the stages of a config: dense, warmup of the proxy, sparse, longer sequences.
+
+    python train.py configs/quickstart.py                          # a CPU or one GPU
+    torchrun --nproc_per_node=8 train.py configs/1m_ctx.py         # a node
+    python train.py configs/quickstart.py --stage_steps=3 --out_dir=out/try
+    python train.py --help                                         # every field
+
+The same command continues a run that stopped. `out_dir` receives config.json, metrics.jsonl, checkpoint.pt
+and curves.png.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from configs import Config, Stage, describe, from_dict, load_config, stage_steps, to_dict
+from data import Batch, Loader, Stream, TokenFile, find_dataset
+from model import IGNORE, Transformer, is_proxy, load_qwen3, load_run, load_weights
+
+PEAK_TFLOPS = {  # dense bf16, of the data sheets; a GPU that is not here has no MFU
+    "GH200": 989,
+    "H200": 989,
+    "H100": 989,
+    "B200": 2250,
+    "B300": 2250,
+    "A100": 312,
+    "L40S": 362,
+    "RTX 4090": 165,
+}
+# What a resumed run may change: nothing here moves a weight.
+FREE_FIELDS = {
+    *("out_dir", "device", "compile", "init_from", "dry_run", "curves", "retrieval_sets", "stages"),
+    *("stage_steps", "micro_batch_tokens", "max_skipped_steps", "activation_checkpoint"),
+    *("activation_offload", "mlp_chunk", "loss_chunk", "log_interval", "layer_interval", "eval_interval"),
+    *("kl_interval", "kl_rows", "checkpoint_interval", "wandb", "wandb_project", "wandb_name"),
+}
+
+
+# ---- ranks and devices ------------------------------------------------------------------------------
+
+
+class World(NamedTuple):
+    rank: int
+    size: int
+    device: torch.device
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """All-reduced in place over the ranks."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+
+def join_world(config: Config) -> World:
+    """One process, or those that torchrun started: NCCL between GPUs, gloo between CPUs."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch sees no GPU; use --device=cpu or mend the driver")
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    return World(rank, size, device)
+
+
+def compute_dtype(config: Config, world: World) -> tuple[torch.dtype, str]:
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype), "as the config says"
+    if world.device.type == "cpu":
+        return torch.float32, "on a CPU"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16, "the GPU has it"
+    return torch.float32, "the GPU has no bfloat16"
+
+
+def shard(model: Transformer, world: World, dtype: torch.dtype) -> None:
+    """FSDP2, layer by layer; gradients are summed over ranks, since each loss is a share of a global mean."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.size,))
+    for module in [*model.model["layers"], model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+
+
+def full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def norm_of(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """2-norm over all of them, 0-dim."""
+    if not tensors:
+        return torch.zeros((), device=device)
+    return full(torch.nn.utils.get_total_norm(tensors)).float()
+
+
+# ---- schedule ---------------------------------------------------------------------------------------
+
+
+class Schedule:
+    """Which stage a step belongs to, and its learning rate."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.steps = stage_steps(config)
+        self.ends = [sum(self.steps[: i + 1]) for i in range(len(self.steps))]
+        self.total = self.ends[-1]
+
+    def stage_of(self, step: int) -> int:
+        return bisect.bisect_right(self.ends, step)
+
+    def lr_share(self, step: int) -> float:
+        """Share of the peak learning rate in step `step` (from 0)."""
+        c = self.config
+        tokens, total = step * c.tokens_per_step, self.total * c.tokens_per_step
+        if tokens < c.lr_warmup_tokens:
+            return min(1.0, (tokens + c.tokens_per_step) / c.lr_warmup_tokens)
+        if c.schedule == "cosine":
+            done = (tokens - c.lr_warmup_tokens) / max(1, total - c.lr_warmup_tokens)
+            return c.lr_min_share + (1 - c.lr_min_share) * (1 + math.cos(math.pi * done)) / 2
+        decay = c.lr_decay_share * total
+        left = (total - tokens) / decay if decay else 1.0
+        return c.lr_min_share + (1 - c.lr_min_share) * min(1.0, left)
+
+
+def visible_pairs(batch: Batch, config: Config) -> tuple[int, int]:
+    """(query, key) pairs of a rank's sequences: all that are visible, and those in selected blocks."""
+    length, block = batch.tokens.shape[1], config.block_size
+    place = np.arange(length)[None]
+    if batch.doc_start_block is not None:
+        place = place - np.repeat(batch.doc_start_block.numpy(), block, axis=1) * block
+    seen = place + 1
+    selected = np.minimum(seen, config.top_k - block + place % block + 1)
+    share = batch.tokens.numel() // seen.size
+    return int(seen.sum()) * share, int(selected.sum()) * share
+
+
+def step_flops(model: Transformer, batch: Batch, stage: Stage) -> float:
+    """FLOPs of a rank's forward and backward that the mathematics asks for; recomputing is not counted.
+
+    Matrices: 6 a weight and token. A main pair: 4 D forward, 2.5 times that backward. A proxy pair: 2 D for
+    the scores that select, 2 D for those that are normalised and 6 D backward.
+    """
+    c = model.config
+    weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in n)
+    weights += c.vocab_size * c.d_model if c.tie_embeddings else 0
+    if stage.attention == "dense":
+        weights -= sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and is_proxy(n))
+    dense_pairs, sparse_pairs = visible_pairs(batch, c)
+    with_proxy = c.n_layer - c.dense_layers if stage.attention != "dense" else 0
+    main_pairs = dense_pairs if stage.attention == "warmup" else sparse_pairs
+    total = 6.0 * weights * batch.tokens.numel()
+    total += 14.0 * c.head_dim * c.n_head * (dense_pairs * (c.n_layer - with_proxy) + main_pairs * with_proxy)
+    return total + c.head_dim * c.n_proxy_head * with_proxy * (2.0 * dense_pairs + 8.0 * main_pairs)
+
+
+# ---- optimizers -------------------------------------------------------------------------------------
+
+
+def make_optimizers(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the backbone's matrices. Every group has a `peak` learning rate."""
+    groups: dict[tuple[bool, bool, bool], list[Tensor]] = {}
+    for name, param in model.named_parameters():
+        matrix = param.dim() == 2
+        embedding = "embed_tokens" in name or "lm_head" in name
+        muon = config.optimizer == "muon" and matrix and not embedding and not is_proxy(name)
+        groups.setdefault((muon, is_proxy(name), matrix), []).append(param)
+    optimizers: list[torch.optim.Optimizer] = []
+    for wants_muon in (False, True):
+        own = [
+            {
+                "params": params,
+                "peak": config.proxy_lr if proxy else config.lr,
+                "weight_decay": config.weight_decay if matrix else 0.0,
+            }
+            for (muon, proxy, matrix), params in groups.items()
+            if muon == wants_muon
+        ]
+        if not own:
+            continue
+        if wants_muon:
+            # Updates as large as AdamW's, so that both share one learning rate.
+            optimizer = torch.optim.Muon(
+                own, lr=config.lr, momentum=config.muon_momentum, adjust_lr_fn="match_rms_adamw"
+            )
+        else:
+            optimizer = torch.optim.AdamW(own, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+        optimizers.append(optimizer)
+    return optimizers
+
+
+# ---- checkpoints: whole tensors by name, so that any world size reads them -----------------------------
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """A kill at any moment leaves either the old file or the new one."""
+    beside = path.with_name(path.name + ".new")
+    write(beside)
+    with open(beside, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def gather_state(
+    model: Transformer, optimizers: list[torch.optim.Optimizer], keep: bool
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """(parameters, optimizer state by parameter name) on the CPU; every rank calls, `keep` receives."""
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, dict[str, Tensor]] = {}
+    for name, param in model.named_parameters():
+        whole = full(param.detach())
+        if keep:
+            weights[name] = whole.cpu()
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(param, {}).items():
+                whole = full(value)
+                if keep:
+                    moments.setdefault(name, {})[key] = whole.cpu()
+    return weights, moments
+
+
+def like(param: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor, placed as `param` is."""
+    value = value.to(param.device)
+    if isinstance(param, DTensor) and value.shape == param.shape:
+        return distribute_tensor(value, param.device_mesh, param.placements)
+    return value
+
+
+def restore_state(model: Transformer, optimizers: list[torch.optim.Optimizer], saved: dict) -> None:
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(like(param, saved["model"][name]))
+    owner = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
+    for name, param in model.named_parameters():
+        if name in saved["optimizer"]:  # a proxy that never learned has none
+            values = saved["optimizer"][name]
+            owner[param].state[param] = {key: like(param, value.clone()) for key, value in values.items()}
+
+
+def check_resume(saved: dict, config: Config, schedule: Schedule, data: dict) -> None:
+    """ValueError where it would not be the same run: lengthening the last stage or appending is fine."""
+    before, now = saved["config"], to_dict(config)
+    wrong = [
+        f"{name} was {before[name]!r}, is {now[name]!r}"
+        for name in now
+        if name not in FREE_FIELDS and name in before and before[name] != now[name]
+    ]
+    old = from_dict(before)
+    old_steps, reached = stage_steps(old), saved["stage"]
+    for i in range(reached + 1):
+        if i >= len(config.stages):
+            wrong.append(f"stages[{i}] is gone")
+            continue
+        a = dataclasses.replace(old.stages[i], steps=None, tokens=None)
+        b = dataclasses.replace(config.stages[i], steps=None, tokens=None)
+        if a != b:
+            wrong.append(f"stages[{i}] was {a}, is {b}")
+        if i < reached and old_steps[i] != schedule.steps[i]:
+            wrong.append(f"stages[{i}] was {old_steps[i]} steps long, is {schedule.steps[i]}")
+    if saved["step"] > schedule.total:
+        wrong.append(f"{saved['step']} steps are done, the stages have {schedule.total}")
+    elif reached < len(config.stages) and saved["step"] > schedule.ends[reached]:
+        wrong.append(f"stages[{reached}] ends at step {schedule.ends[reached]}, {saved['step']} are done")
+    wrong += [
+        f"the data's {k} was {saved['data'][k]}, is {data[k]}" for k in data if data[k] != saved["data"][k]
+    ]
+    if wrong:
+        raise ValueError(
+            f"out_dir: {config.out_dir} holds another run: " + "; ".join(wrong) + ". Take another --out_dir, "
+            "delete this one, or start from its weights with --init_from"
+        )
+
+
+# ---- logging ----------------------------------------------------------------------------------------
+
+
+class Log:
+    """metrics.jsonl always, wandb where it is asked for; rank 0 alone writes."""
+
+    def __init__(self, config: Config, world: World, resumed_at: int) -> None:
+        self.path = Path(config.out_dir) / "metrics.jsonl"
+        self.file, self.wandb, self.world = None, None, world
+        if world.rank != 0:
+            return
+        if self.path.exists():
+            lines = [r for r in read_metrics(self.path) if still_holds(r, resumed_at)]
+            text = "".join(json.dumps(r) + "\n" for r in lines)
+            write_atomically(self.path, lambda path: path.write_text(text))
+        self.file = open(self.path, "a", buffering=1)  # noqa: SIM115, closed with the run
+        if config.wandb:
+            self.wandb = start_wandb(config, world)
+
+    def write(self, record: dict) -> None:
+        if self.file is None:
+            return
+        self.file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
+        if self.wandb is not None:
+            import wandb
+
+            kind = record["kind"]
+            flat = {"tokens": record["tokens"], "step": record["step"]}
+            for key, value in record.items():
+                if key == "by_layer":
+                    for name, rows in value.items():
+                        flat[f"{kind}_layers/{name}"] = wandb.Image(heat_map(rows, name))
+                elif isinstance(value, int | float) and key not in flat:
+                    flat[f"{kind}/{key}"] = value
+            self.wandb.log(flat)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def finite(value: object) -> object:
+    """JSON has no NaN: a figure that does not exist is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The whole lines of a metrics.jsonl; a line that a kill cut short is left out."""
+    records = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+def still_holds(record: dict, step: int) -> bool:
+    """After resuming at `step`: what lies past it will come again, and so will the evaluation due there."""
+    return record["step"] <= step if record["kind"] == "train" else record["step"] < step
+
+
+def start_wandb(config: Config, world: World):
+    import wandb
+
+    id_file = Path(config.out_dir) / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(wandb.util.generate_id())
+    mode, why = os.environ.get("WANDB_MODE"), "WANDB_MODE says so"
+    if mode is None:
+        mode, why = "online", "a key is there"
+        if wandb.api.api_key is None:
+            mode, why = "offline", "there is no API key; `wandb login` and `wandb sync` bring it online later"
+    options = {
+        "project": config.wandb_project,
+        "name": config.wandb_name or Path(config.out_dir).name,
+        "id": id_file.read_text(),
+        "resume": "allow",
+        "dir": config.out_dir,
+        "config": to_dict(config),
+    }
+    try:
+        run = wandb.init(mode=mode, settings=wandb.Settings(init_timeout=30), **options)
+    except wandb.errors.CommError as error:
+        mode, why = "offline", f"no network: {error}"
+        run = wandb.init(mode=mode, **options)
+    world.say(f"wandb: {mode} ({why})")
+    run.define_metric("tokens")
+    run.define_metric("*", step_metric="tokens")
+    return run
+
+
+def heat_map(rows: list[list[float]], title: str):
+    """A figure of layers by proxy heads."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3 + 0.3 * len(rows[0]), 1.5 + 0.25 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(np.array(rows, dtype=float), aspect="auto")
+    axes.set(title=title, xlabel="proxy head", ylabel="layer")
+    figure.colorbar(image)
+    return figure
+
+
+def draw_curves(out_dir: str | Path) -> Path:
+    """curves.png from metrics.jsonl: loss, KL, recalls and sequence length over tokens."""
+    from matplotlib.figure import Figure
+
+    path = Path(out_dir) / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(
+            f"out_dir: {out_dir} holds no metrics.jsonl to draw; train first, or name another run"
+        )
+    records = read_metrics(path)
+
+    def series(kind: str, key: str) -> tuple[list[float], list[float]]:
+        points = [(r["tokens"], r[key]) for r in records if r["kind"] == kind and r.get(key) is not None]
+        return [p[0] for p in points], [p[1] for p in points]
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    (loss, kl), (recall, length) = figure.subplots(2, 2, sharex=True)
+    loss.plot(*series("train", "loss"), lw=1, color="0.6", label="train")
+    loss.plot(*series("val", "loss"), "o-", ms=3, label="validation, fixed: first length, dense")
+    loss.plot(*series("val", "stage_loss"), "s-", ms=3, label="validation, the stage's own")
+    loss.set(title="loss", ylabel="nats a token")
+    kl.plot(*series("train", "kl"), lw=1, color="0.6", label="training step")
+    kl.plot(*series("proxy", "kl_selected"), "o-", ms=3, label="validation, selected tokens")
+    kl.plot(*series("proxy", "kl_full"), "s-", ms=3, label="validation, all tokens")
+    kl.set(title="KL(attention || proxy), mean over layers and heads", ylabel="nats", yscale="log")
+    recall.plot(*series("proxy", "block_recall"), "o-", ms=3, label="block recall")
+    recall.plot(*series("proxy", "score_recall"), "s-", ms=3, label="score recall")
+    recall.plot(*series("proxy", "score_best"), "--", lw=1, color="0.4", label="best possible score recall")
+    recall.set(title="recalls of the selection", xlabel="tokens", ylim=(None, 1.01))
+    length.step(*series("train", "seq_len"), where="pre")
+    length.set(title="sequence length", xlabel="tokens", yscale="log")
+    length.set_yscale("log", base=2)
+    train = [r for r in records if r["kind"] == "train"]
+    for before, after in zip(train, train[1:], strict=False):
+        if before["stage"] != after["stage"]:
+            for axes in (loss, kl, recall, length):
+                axes.axvline(before["tokens"], color="0.85", lw=1, zorder=0)
+            length.annotate(after["attention"], (before["tokens"], after["seq_len"]), fontsize=8, va="bottom")
+    for axes in (loss, kl, recall):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+        axes.grid(alpha=0.2)
+    out = path.with_name("curves.png")
+    figure.savefig(out, dpi=110)
+    return out
+
+
+# ---- the run ----------------------------------------------------------------------------------------
+
+
+class Trainer:
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.schedule = Schedule(config)
+        for stage in config.stages:
+            sequences = config.tokens_per_step // stage.seq_len
+            if sequences % world.size:
+                raise ValueError(
+                    f"stages: seq_len {stage.seq_len} makes {sequences} sequences a step, which {world.size} "
+                    "ranks cannot share evenly; raise tokens_per_step or start fewer ranks"
+                )
+        folder = find_dataset(config.dataset)
+        self.train_file, self.val_file = TokenFile(folder / "train.bin"), TokenFile(folder / "val.bin")
+        set_vocab(config, self.train_file)
+        self.retrieval = {name: TokenFile(find_dataset(name) / "val.bin") for name in config.retrieval_sets}
+        for name, file in self.retrieval.items():
+            if file.tokenizer != self.train_file.tokenizer or file.label_mask is None:
+                raise ValueError(
+                    f"retrieval_sets: {name} must have answers marked and the tokenizer "
+                    f"{self.train_file.tokenizer!r}, has {file.tokenizer!r}; prepare it again"
+                )
+        self.data = {
+            "hash": self.train_file.hash,
+            "tokenizer": self.train_file.tokenizer,
+            "eos": self.train_file.eos,
+            "vocab_size": self.train_file.vocab_size,
+        }
+        self.loader = self.loader_of(self.train_file, config.tokens_per_step)
+
+        dtype, why = compute_dtype(config, world)
+        self.model = Transformer(config)
+        self.model.compute_dtype = dtype
+        self.compiles = world.device.type == "cuda" if config.compile is None else config.compile
+        reason = "as the config says" if config.compile is not None else f"on {world.device.type}"
+        world.say(
+            f"device {world.device} x {world.size} ranks; {str(dtype).removeprefix('torch.')} ({why}); "
+            f"torch.compile {'on' if self.compiles else 'off'} ({reason})"
+        )
+        if self.compiles:
+            for layer in self.model.model["layers"]:
+                layer.compile(dynamic=False)
+        self.step = 0
+        checkpoint = Path(config.out_dir) / "checkpoint.pt"
+        saved = None
+        if checkpoint.exists():
+            saved = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+            check_resume(saved, config, self.schedule, self.data)
+        elif config.init_from is not None:
+            self.load_initial(config.init_from)
+        self.model.to(world.device)
+        if world.size > 1:
+            shard(self.model, world, dtype)
+        self.backbone = [p for n, p in self.model.named_parameters() if not is_proxy(n)]
+        self.proxy = [p for n, p in self.model.named_parameters() if is_proxy(n)]
+        self.optimizers = make_optimizers(self.model, config)
+        if saved is not None:
+            restore_state(self.model, self.optimizers, saved)
+            torch.set_rng_state(saved["rng"])
+            self.step = saved["step"]
+            world.say(f"continuing {config.out_dir} at step {self.step} of {self.schedule.total}")
+        self.skipped_in_a_row = saved["skipped_in_a_row"] if saved else 0
+        self.skipped = saved["skipped"] if saved else 0
+        del saved  # its pages are the file's
+        layers = config.n_layer
+        self.kl_probe = torch.zeros(layers, config.n_proxy_head, device=world.device, requires_grad=True)
+        if world.rank == 0:
+            Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+            text = json.dumps(to_dict(config), indent=2) + "\n"
+            write_atomically(Path(config.out_dir) / "config.json", lambda path: path.write_text(text))
+        self.log = Log(config, world, self.step)
+        self.stop_signal = 0
+
+    def loader_of(self, file: TokenFile, tokens: int) -> Loader:
+        stream = Stream(file, seed=self.config.seed, block_size=self.config.block_size)
+        return Loader(stream, tokens_per_step=tokens)
+
+    def load_initial(self, source: str) -> None:
+        if (Path(source) / "checkpoint.pt").exists():
+            state = load_run(source).state
+        elif (Path(source) / "config.json").exists():
+            state = load_qwen3(source, self.config)
+        else:
+            raise ValueError(
+                f"init_from: {source} is neither a run (checkpoint.pt) nor a Qwen3 folder (config.json)"
+            )
+        missing = load_weights(self.model, state, source)
+        new = f"; {len(missing)} proxy tensors start fresh" if missing else ""
+        self.world.say(f"weights from {source}{new}")
+
+    # -- one step --
+
+    def micro_batch(self, stage: Stage) -> int:
+        """Sequences a forward and rank."""
+        return max(1, (self.config.micro_batch_tokens or 16384) // stage.seq_len)
+
+    def forward(self, batch: Batch, rows: slice, stage: Stage, **kwargs):
+        device = self.world.device
+        docs = None if batch.doc_start_block is None else batch.doc_start_block[rows].to(device)
+        return self.model(
+            batch.tokens[rows].to(device),
+            batch.labels[rows].to(device),
+            attention=stage.attention,
+            rope_theta=stage.rope_theta,
+            doc_start_block=docs,
+            **kwargs,
+        )
+
+    def train_step(self, stage: Stage, will_log: bool) -> dict:
+        """One optimizer step on the global batch of self.step; returns what the log line says of it."""
+        c, world = self.config, self.world
+        batch = self.loader.step(self.step, stage.seq_len, stage.document_mask, world.rank, world.size)
+        sequences, micro = batch.tokens.shape[0], self.micro_batch(stage)
+        nll = torch.zeros((), device=world.device)
+        for begin in range(0, sequences, micro):
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(begin + micro >= sequences)
+            out = self.forward(batch, slice(begin, begin + micro), stage, kl_probe=self.kl_probe)
+            nll_sum = out.nll.sum()
+            loss = out.kl / (batch.n_tokens * c.n_proxy_head)
+            if not stage.freeze_backbone:  # a frozen one meets no gradient: the proxy's input is detached
+                loss = loss + nll_sum / max(1, batch.n_labels)
+            loss.backward()
+            nll += nll_sum.detach()
+
+        grad_norms = [
+            norm_of([p.grad for p in params if p.grad is not None], world.device)
+            for params in (self.backbone, self.proxy)
+        ]
+        kl = torch.zeros_like(self.kl_probe) if self.kl_probe.grad is None else self.kl_probe.grad
+        stop = torch.tensor(float(self.stop_signal), device=world.device)
+        shared = world.sum(torch.cat([torch.stack([nll, stop]), kl.detach().flatten()]))
+        # The step's one wait for the device.
+        nll, stop, grad_norm, proxy_grad_norm, *kl = torch.cat(
+            [shared[:2], torch.stack(grad_norms), shared[2:]]
+        ).tolist()
+        self.stop_signal = int(stop)
+
+        share = self.schedule.lr_share(self.step)
+        update = None
+        if all(math.isfinite(x) for x in (nll, grad_norm, proxy_grad_norm, *kl)):
+            self.skipped_in_a_row = 0
+            for params, norm, limit in (
+                (self.backbone, grad_norm, c.grad_clip),
+                (self.proxy, proxy_grad_norm, c.proxy_grad_clip),
+            ):
+                if limit and norm > limit:
+                    for p in params:
+                        if p.grad is not None:
+                            p.grad.mul_(limit / norm)
+            before = [p.detach().clone() for p in self.proxy] if will_log else []
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak"] * share
+                optimizer.step()
+            if will_log:
+                moved = [p.detach() - b for p, b in zip(self.proxy, before, strict=True)]
+                update = norm_of(moved, world.device).item()
+        else:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            world.say(
+                f"step {self.step}: skipped, loss {nll} or gradient norms {grad_norm}, {proxy_grad_norm}"
+            )
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self.kl_probe.grad = None
+
+        with_proxy = c.n_layer - c.dense_layers
+        rows = batch.n_tokens * c.n_proxy_head
+        layer_kl = [
+            sum(kl[i * c.n_proxy_head : (i + 1) * c.n_proxy_head]) / rows
+            for i in range(c.dense_layers, c.n_layer)
+        ]
+        learns = stage.attention != "dense" and with_proxy > 0
+        return {
+            "loss": nll / max(1, batch.n_labels),
+            "kl": sum(layer_kl) / with_proxy if learns else None,
+            "grad_norm": grad_norm,
+            "proxy_grad_norm": proxy_grad_norm if learns else None,
+            "proxy_update_norm": update if learns else None,
+            "lr": c.lr * share,
+            "proxy_lr": c.proxy_lr * share,
+            "pad_share": batch.n_pad / batch.n_tokens,
+            "skipped": self.skipped,
+            "layer_kl": layer_kl if learns else None,
+            "flops": step_flops(self.model, batch, stage) if will_log else 0.0,
+        }
+
+    # -- evaluation: fixed batches, each rank a share of them --
+
+    @torch.no_grad()
+    def evaluate(self, file: TokenFile, stage: Stage) -> dict[str, float]:
+        """Loss, bits per byte and loss by position; for a retrieval set the accuracy of its answers."""
+        c, world = self.config, self.world
+        tokens = max(self.micro_batch(stage), 1) * stage.seq_len
+        loader = self.loader_of(file, tokens)
+        epoch = loader.stream.epoch_tokens
+        rounds = max(1, min(c.eval_tokens, epoch) // tokens)
+        if tokens > epoch:  # a small set: as many sequences as hold it once
+            tokens = max(1, epoch // stage.seq_len) * stage.seq_len
+            loader = self.loader_of(file, tokens)
+        edges = [2**i for i in range(7, 40) if 2**i < stage.seq_len]  # 128, 256, ...
+        sums = torch.zeros(2 + 2 * (len(edges) + 1) + 4, device=world.device, dtype=torch.float64)
+        buckets = sums[2 : 2 + 2 * (len(edges) + 1)].view(2, -1)
+        token_bytes = torch.from_numpy(np.array(file.token_bytes)).long()
+        borders = torch.tensor(edges, device=world.device)
+        for first in range(0, rounds, world.size):
+            index = first + world.rank
+            batch = loader.step(min(index, rounds - 1), stage.seq_len, stage.document_mask)
+            if index >= rounds:  # nothing left, but FSDP wants every rank in every forward
+                batch.labels.fill_(IGNORE)
+            out = self.forward(batch, slice(None), stage)
+            place = torch.arange(stage.seq_len)[None].expand_as(batch.labels)
+            if batch.doc_start_block is not None:
+                place = place - batch.doc_start_block.repeat_interleave(c.block_size, 1) * c.block_size
+            labelled = batch.labels != IGNORE
+            nll = out.nll.double()
+            sums[0] += nll.sum()
+            sums[1] += int(token_bytes[batch.labels[labelled]].sum())
+            bucket = torch.bucketize(place.to(world.device), borders, right=True).flatten()
+            buckets[0].index_add_(0, bucket, nll.flatten())
+            buckets[1].index_add_(0, bucket, labelled.to(world.device).double().flatten())
+            if file.label_mask is not None:
+                right, count = answers_right(out.correct.cpu(), labelled)
+                hits = (out.correct.cpu() & labelled).sum()
+                sums[-4:] += torch.tensor([hits, labelled.sum(), right, count], device=world.device)
+        world.sum(sums)
+        nll, n_bytes = sums[:2].tolist()
+        by_bucket, counts = buckets.tolist()
+        result = {"loss": nll / max(1.0, sum(counts))}
+        if file.label_mask is not None:
+            hits, labels, right, count = sums[-4:].tolist()
+            result["token_accuracy"] = hits / max(1.0, labels)
+            result["accuracy"] = right / max(1.0, count)
+            return result
+        result["bits_per_byte"] = nll / math.log(2) / max(1.0, n_bytes)
+        starts = [0, *edges]
+        for start, total, count in zip(starts, by_bucket, counts, strict=True):
+            if count:
+                result[f"loss_from_{start}"] = total / count
+        return result
+
+    def validate(self, stage: Stage) -> dict:
+        """The fixed validation, the stage's own beside it, and the retrieval sets."""
+        fixed = dataclasses.replace(
+            stage, seq_len=self.config.stages[0].seq_len, attention="dense", document_mask=True
+        )
+        result = self.evaluate(self.val_file, fixed)
+        own = result
+        if (fixed.seq_len, fixed.attention, fixed.document_mask) != (
+            stage.seq_len,
+            stage.attention,
+            stage.document_mask,
+        ):
+            own = self.evaluate(self.val_file, stage)
+        result = {**result, **{f"stage_{key}": value for key, value in own.items()}}
+        for name, file in self.retrieval.items():
+            label = Path(name).name
+            result.update({f"{label}_{key}": value for key, value in self.evaluate(file, stage).items()})
+        return result
+
+    @torch.no_grad()
+    def inspect_proxy(self, stage: Stage) -> dict:
+        """A forward on a fixed validation batch with the KL materialised, and the recalls of every layer."""
+        c = self.config
+        sequences = max(1, min(self.micro_batch(stage), 8192 // stage.seq_len))
+        batch = self.loader_of(self.val_file, sequences * stage.seq_len).step(
+            0, stage.seq_len, stage.document_mask
+        )
+        generator = torch.Generator().manual_seed(c.seed)
+        rows = torch.randperm(stage.seq_len, generator=generator)[: c.kl_rows].sort().values
+        report: list[dict[str, Tensor]] = []
+        self.forward(batch, slice(None), stage, report=report, report_rows=rows.to(self.world.device))
+        n_rows = batch.tokens.numel() * c.n_proxy_head
+        selected = [float(layer["kl_selected"]) / n_rows for layer in report]
+        names = ("kl_full", "block_recall", "score_recall", "score_best")
+        by_layer = {name: [layer[name].tolist() for layer in report] for name in names}
+        means = {name: float(np.mean(by_layer[name])) for name in names}
+        return {
+            "kl_selected": float(np.mean(selected)),
+            **means,
+            "kl_rows": len(rows) * sequences,
+            "recall_rows": int(report[0]["n_rows"]),
+            "layer_kl_selected": selected,
+            "by_layer": by_layer,
+        }
+
+    # -- the loop --
+
+    def save(self) -> None:
+        keep = self.world.rank == 0
+        weights, moments = gather_state(self.model, self.optimizers, keep)
+        if keep:
+            state = {
+                "format": 1,
+                "config": to_dict(self.config),
+                "stage": min(self.schedule.stage_of(max(0, self.step - 1)), len(self.config.stages) - 1),
+                "step": self.step,
+                "skipped": self.skipped,
+                "skipped_in_a_row": self.skipped_in_a_row,
+                "data": self.data,
+                "rng": torch.get_rng_state(),
+                "model": weights,
+                "optimizer": moments,
+            }
+            write_atomically(
+                Path(self.config.out_dir) / "checkpoint.pt", lambda path: torch.save(state, path)
+            )
+        if self.world.size > 1:
+            dist.barrier()
+
+    def due(self, interval: int) -> bool:
+        """Every `interval` steps, and at the end of each stage; 0: never."""
+        return (
+            interval > 0 and self.step > 0 and (self.step % interval == 0 or self.step in self.schedule.ends)
+        )
+
+    def run_evaluations(self, stage_index: int) -> None:
+        c, stage = self.config, self.config.stages[stage_index]
+        base = {"step": self.step, "tokens": self.step * c.tokens_per_step, "stage": stage_index}
+        self.model.eval()
+        with torch.compiler.set_stance("force_eager") if self.compiles else contextlib.nullcontext():
+            if self.due(c.eval_interval):
+                result = self.validate(stage)
+                self.log.write({"kind": "val", **base, **result})
+                extra = "".join(f" {k} {v:.3f}" for k, v in result.items() if k.endswith("_accuracy"))
+                self.world.say(
+                    f"step {self.step} validation: loss {result['loss']:.4f} "
+                    f"({result['bits_per_byte']:.4f} bits a byte), "
+                    f"the stage's own {result['stage_loss']:.4f}{extra}"
+                )
+            if self.due(c.kl_interval) and stage.attention != "dense" and c.dense_layers < c.n_layer:
+                result = self.inspect_proxy(stage)
+                self.log.write({"kind": "proxy", **base, **result})
+                self.world.say(
+                    f"step {self.step} proxy: KL {result['kl_selected']:.4f} selected, "
+                    f"{result['kl_full']:.4f} full; block recall {result['block_recall']:.3f}, "
+                    f"score recall {result['score_recall']:.3f} of at best {result['score_best']:.3f} "
+                    f"({result['recall_rows']} rows)"
+                )
+        self.model.train()
+
+    def run(self) -> int:
+        """Trains to the end; returns 0, or 128 + the signal that stopped it."""
+        c, world, schedule = self.config, self.world, self.schedule
+        handlers = {s: signal.signal(s, self.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        stage_index = -1
+        if self.step:
+            self.run_evaluations(schedule.stage_of(self.step - 1))
+        mark_time, mark_step = time.perf_counter(), self.step
+        while self.step < schedule.total and not self.stop_signal:
+            if schedule.stage_of(self.step) != stage_index:
+                stage_index = schedule.stage_of(self.step)
+                stage = c.stages[stage_index]
+                world.say(f"stage {stage_index}: {stage}, to step {schedule.ends[stage_index]}")
+                if self.compiles:
+                    torch._dynamo.reset()  # a stage's shapes are its own; inside it nothing compiles again
+                mark_time, mark_step = time.perf_counter(), self.step
+            last = self.step + 1 in (schedule.total, *schedule.ends)
+            will_log = c.log_interval > 0 and (
+                (self.step + 1) % c.log_interval == 0 or self.step == 0 or last
+            )
+            record = self.train_step(stage, will_log)
+            self.step += 1
+            if self.skipped_in_a_row >= c.max_skipped_steps:
+                raise RuntimeError(
+                    f"{self.skipped_in_a_row} steps in a row had a non-finite loss or gradient, up to step "
+                    f"{self.step}; lower lr or proxy_lr and continue from the checkpoint, or look at the data"
+                )
+            layer_kl, flops = record.pop("layer_kl"), record.pop("flops")
+            if will_log:
+                seconds = (time.perf_counter() - mark_time) / (self.step - mark_step)
+                self.report_step(record, stage, stage_index, seconds, flops, layer_kl)
+                mark_time, mark_step = time.perf_counter(), self.step
+            evaluates = self.due(c.eval_interval) or self.due(c.kl_interval)
+            if self.due(c.checkpoint_interval) or self.stop_signal or self.step == schedule.total:
+                self.save()  # before the evaluation: whatever happens there costs nothing
+            if evaluates and not self.stop_signal:
+                begin = time.perf_counter()
+                self.run_evaluations(stage_index)
+                mark_time += time.perf_counter() - begin
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        self.log.close()
+        if world.rank == 0 and (Path(c.out_dir) / "metrics.jsonl").stat().st_size:
+            world.say(f"wrote {draw_curves(c.out_dir)}")
+        if self.stop_signal:
+            world.say(f"stopped by {signal.Signals(self.stop_signal).name}; the same command continues")
+            return 128 + self.stop_signal
+        return 0
+
+    def on_signal(self, number: int, frame: object) -> None:
+        """The step in hand is finished and saved; a second signal takes the usual course."""
+        self.stop_signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def report_step(
+        self,
+        record: dict,
+        stage: Stage,
+        stage_index: int,
+        seconds: float,
+        flops: float,
+        layer_kl: list[float] | None,
+    ) -> None:
+        c, world = self.config, self.world
+        peak = None
+        if world.device.type == "cuda":
+            name = torch.cuda.get_device_name()
+            peak = next((t for gpu, t in PEAK_TFLOPS.items() if gpu in name), None)
+            memory = torch.cuda.max_memory_allocated() / 2**30
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        record = {
+            "kind": "train",
+            "step": self.step,
+            "tokens": self.step * c.tokens_per_step,
+            "stage": stage_index,
+            "attention": stage.attention,
+            "seq_len": stage.seq_len,
+            **record,
+            "tokens_per_second": c.tokens_per_step / seconds,
+            "mfu": flops / seconds / (peak * 1e12) if peak else None,
+            "peak_memory_gib": memory,
+            "eta_seconds": (self.schedule.total - self.step) * seconds,
+        }
+        if layer_kl is not None and self.due(c.layer_interval):
+            record["layer_kl"] = layer_kl
+        self.log.write(record)
+        parts = [
+            f"step {self.step}/{self.schedule.total} {stage.attention} {stage.seq_len}",
+            f"loss {record['loss']:.4f}",
+        ]
+        if record["kl"] is not None:
+            parts.append(f"kl {record['kl']:.4f}")
+        parts.append(f"grad {record['grad_norm']:.2f}")
+        if record["proxy_grad_norm"] is not None:
+            parts.append(f"proxy grad {record['proxy_grad_norm']:.3f}")
+        parts.append(f"lr {record['lr']:.1e}")
+        parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+        if record["mfu"] is not None:
+            parts.append(f"mfu {record['mfu']:.1%}")
+        parts.append(f"{memory:.1f} GiB")
+        parts.append(f"eta {clock(record['eta_seconds'])}")
+        world.say(" | ".join(parts))
+
+
+def answers_right(correct: Tensor, labelled: Tensor) -> tuple[int, int]:
+    """correct, labelled (B, S) bool -> (answers all right, answers); a run of labels is an answer."""
+    starts = labelled.clone()
+    starts[:, 1:] &= ~labelled[:, :-1]
+    number = (
+        starts.flatten().cumsum(0)[labelled.flatten()] - 1
+    )  # the answer that each labelled token belongs to
+    count = int(starts.sum())
+    wrong = torch.zeros(count).index_add_(0, number, (~correct[labelled]).float())
+    return int((wrong == 0).sum()), count
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def set_vocab(config: Config, file: TokenFile) -> None:
+    """Rows of the embedding: as the config says, else the data's, rounded up to a multiple of 64."""
+    if config.vocab_size is None:
+        config.vocab_size = -(-file.vocab_size // 64) * 64
+    elif config.vocab_size < file.vocab_size:
+        raise ValueError(
+            f"vocab_size: {config.vocab_size} is less than {file.vocab_size}, the data's ({file.tokenizer})"
+        )
+
+
+def dry_run(config: Config, world: World, data_commands: Iterable[str]) -> None:
+    """Prints stages, parameters, tokens, memory and data commands; trains nothing and needs no data."""
+    try:
+        set_vocab(config, TokenFile(find_dataset(config.dataset) / "train.bin"))
+        world.say(f"data: {find_dataset(config.dataset)}")
+    except ValueError as error:
+        world.say(f"data: {error}")
+        if config.vocab_size is None:
+            config.vocab_size = 50304
+            world.say("vocab_size: 50304 assumed, for the data set is not there to tell")
+    for line in data_commands:
+        world.say(f"prepare: {line}")
+    schedule = Schedule(config)
+    world.say(
+        f"{'stage':>5} {'attention':>9} {'seq_len':>9} {'seqs/step':>9} {'steps':>8} "
+        f"{'tokens':>16} {'theta':>12}"
+    )
+    for i, (stage, steps) in enumerate(zip(config.stages, schedule.steps, strict=True)):
+        world.say(
+            f"{i:5} {stage.attention:>9} {stage.seq_len:9,} {config.tokens_per_step // stage.seq_len:9,} "
+            f"{steps:8,} {steps * config.tokens_per_step:16,} {stage.rope_theta or config.rope_theta:12,.0f}"
+        )
+    world.say(f"total {schedule.total:,} steps, {schedule.total * config.tokens_per_step:,} tokens")
+    with torch.device("meta"):
+        model = Transformer(config)
+    sizes = {n: p.numel() for n, p in model.named_parameters()}
+    total, proxy = sum(sizes.values()), sum(n for name, n in sizes.items() if is_proxy(name))
+    embedding = sum(n for name, n in sizes.items() if "embed_tokens" in name or "lm_head" in name)
+    world.say(
+        f"parameters {total:,}: backbone {total - proxy - embedding:,}, embedding {embedding:,}, "
+        f"proxy {proxy:,}"
+    )
+    states = 16 * total / world.size / 2**30
+    world.say(f"weights, gradients and AdamW in fp32: {states:.2f} GiB a rank ({world.size} ranks)")
+    for i, stage in enumerate(config.stages):
+        tokens = max(1, (config.micro_batch_tokens or 16384) // stage.seq_len) * stage.seq_len
+        size = 2 if compute_dtype(config, world)[0] == torch.bfloat16 else 4
+        heads = config.n_head + 2 * config.n_kv_head + config.n_proxy_head + config.n_proxy_kv_head
+        layer = 4 * config.d_model + 2 * heads * config.head_dim + 4 * config.d_mlp
+        kept = config.d_model if config.activation_checkpoint else layer
+        if config.activation_offload:
+            kept = 0
+        activations = tokens * size * (kept * config.n_layer + layer) / 2**30
+        world.say(
+            f"stage {i}: about {activations:.2f} GiB of activations a rank ({tokens:,} tokens a forward)"
+        )
+
+
+def data_commands_of(argv: list[str]) -> list[str]:
+    """The lines at the head of the config file that prepare its data."""
+    for arg in argv:
+        if not arg.startswith("-") and Path(arg).is_file():
+            return [s.strip("# ") for s in Path(arg).read_text().splitlines() if "prepare.py" in s]
+    return []
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    config = load_config(argv)
+    if config.curves:
+        print(f"wrote {draw_curves(config.out_dir)}")
+        return 0
+    world = join_world(config)
+    try:
+        world.say(describe(config))
+        if config.dry_run:
+            dry_run(config, world, data_commands_of(argv))
+            return 0
+        return Trainer(config, world).run()
+    finally:
+        if world.size > 1:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        sys.exit(f"error: {error}")
