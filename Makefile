@@ -24,7 +24,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/python -m ruff format --check .
 
 data/pysrc/train.bin: | $(VENV)/.train
-	$(VENV)/bin/python data/pysrc/prepare.py
+	$(VENV)/bin/python data/pysrc/prepare.py --max_document 8192
 
 $(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "installing PyTorch and the rest into $(VENV): 2.4 GB, 3 GB more with a CUDA build of PyTorch"

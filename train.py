@@ -805,7 +805,8 @@ class Trainer:
             self.run_evaluations(schedule.stage_of(self.step - 1))
         mark_time, mark_step = time.perf_counter(), self.step
         while self.step < schedule.total and not self.stop_signal:
-            if schedule.stage_of(self.step) != stage_index:
+            first = schedule.stage_of(self.step) != stage_index  # of the stage, or after resuming
+            if first:
                 stage_index = schedule.stage_of(self.step)
                 stage = c.stages[stage_index]
                 world.say(f"stage {stage_index}: {stage}, to step {schedule.ends[stage_index]}")
@@ -826,7 +827,10 @@ class Trainer:
             layer_kl, flops = record.pop("layer_kl"), record.pop("flops")
             if will_log:
                 seconds = (time.perf_counter() - mark_time) / (self.step - mark_step)
+                if first and self.compiles:
+                    seconds = None  # most of it went into compiling
                 self.report_step(record, stage, stage_index, seconds, flops, layer_kl)
+            if will_log or first:
                 mark_time, mark_step = time.perf_counter(), self.step
             evaluates = self.due(c.eval_interval) or self.due(c.kl_interval)
             if self.due(c.checkpoint_interval) or self.stop_signal or self.step == schedule.total:
@@ -855,7 +859,7 @@ class Trainer:
         record: dict,
         stage: Stage,
         stage_index: int,
-        seconds: float,
+        seconds: float | None,
         flops: float,
         layer_kl: list[float] | None,
     ) -> None:
@@ -875,10 +879,10 @@ class Trainer:
             "attention": stage.attention,
             "seq_len": stage.seq_len,
             **record,
-            "tokens_per_second": c.tokens_per_step / seconds,
-            "mfu": flops / seconds / (peak * 1e12) if peak else None,
+            "tokens_per_second": c.tokens_per_step / seconds if seconds else None,
+            "mfu": flops / seconds / (peak * 1e12) if peak and seconds else None,
             "peak_memory_gib": memory,
-            "eta_seconds": (self.schedule.total - self.step) * seconds,
+            "eta_seconds": (self.schedule.total - self.step) * seconds if seconds else None,
         }
         if layer_kl is not None and self.due(c.layer_interval):
             record["layer_kl"] = layer_kl
@@ -893,11 +897,12 @@ class Trainer:
         if record["proxy_grad_norm"] is not None:
             parts.append(f"proxy grad {record['proxy_grad_norm']:.3f}")
         parts.append(f"lr {record['lr']:.1e}")
-        parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+        if seconds:
+            parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
         if record["mfu"] is not None:
             parts.append(f"mfu {record['mfu']:.1%}")
         parts.append(f"{memory:.1f} GiB")
-        parts.append(f"eta {clock(record['eta_seconds'])}")
+        parts.append(f"eta {clock(record['eta_seconds'])}" if seconds else "compiled")
         world.say(" | ".join(parts))
 
 

@@ -1,8 +1,8 @@
 # A toy for the CPU that goes through all three modes, to see the machinery run and the curves come out.
-#     python data/pysrc/prepare.py              # Python sources on this machine as bytes, nothing to download
-#     python train.py configs/quickstart.py     # `make train` does both, then samples
-# 0.9M parameters; 300 steps of 8192 tokens = 2.5M tokens, about 13 TFLOP in matrices.
-# Time on 2 CPU cores: not measured yet.
+#     python data/pysrc/prepare.py --max_document 8192    # Python sources on this machine, as bytes
+#     python train.py configs/quickstart.py               # `make train` does both, then samples
+# 0.9M parameters; 240 steps of 8192 tokens = 2.0M tokens, about 10 TFLOP in matrices.
+# Documents of some 8K tokens: so short a run sees many of them, and of many packages.
 from configs import Stage
 
 out_dir = "out/quickstart"
@@ -21,18 +21,19 @@ top_k = 128  # 4 of the 32 blocks of the longest sequence
 tokens_per_step = 8192
 stages = [
     Stage(steps=60, seq_len=256, attention="dense"),
-    Stage(steps=80, seq_len=512, attention="warmup"),
-    Stage(steps=80, seq_len=512, attention="sparse"),
-    Stage(steps=80, seq_len=1024, attention="sparse"),
+    Stage(steps=70, seq_len=512, attention="warmup"),
+    Stage(steps=70, seq_len=512, attention="sparse"),
+    Stage(steps=40, seq_len=1024, attention="sparse"),
 ]
 
 optimizer = "muon"
-lr = 2e-3
+lr = 4e-3
 proxy_lr = 2e-3
-lr_warmup_tokens = 20 * tokens_per_step
+lr_warmup_tokens = 10 * tokens_per_step
+lr_decay_share = 0.5
 
 layer_interval = 50
-eval_interval = 50
+eval_interval = 60
 eval_tokens = 2**15
-kl_interval = 50
-checkpoint_interval = 100
+kl_interval = 20
+checkpoint_interval = 60
