@@ -89,15 +89,16 @@ class KVCache:
         self.v = new(config.n_kv_head, range(config.n_layer))
         self.k_proxy = new(config.n_proxy_kv_head, range(config.dense_layers, config.n_layer))
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # (B,) tokens held
+        self.longest = 0  # the largest of them, known without waiting for the device
         self.size = size
 
     def write(self, cache: dict[int, Tensor], layer: int, x: Tensor) -> Tensor:
-        """Puts x (B, S, heads, D) behind what layer `layer` holds; returns all of it (B, size, heads, D)."""
+        """Puts x (B, S, heads, D) behind what layer `layer` holds; returns what is in use of it."""
         if x.shape[1] == 1:
             cache[layer][torch.arange(x.shape[0], device=x.device), self.lengths] = x[:, 0]
         else:
             cache[layer][:, : x.shape[1]] = x
-        return cache[layer]
+        return cache[layer][:, : self.longest + x.shape[1]]
 
 
 class Context(NamedTuple):
@@ -258,9 +259,10 @@ def chunked_cross_entropy(
     the label (N,) bool. In backward the logits of a chunk are computed again.
     """
     learning = torch.is_grad_enabled()
+    weight = weight.float()  # the chunks' gradients add up in fp32, also where FSDP hands over bfloat16
 
     def nll_of(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = F.linear(h, weight.to(h.dtype)).float()  # cast here: the chunks' gradients add up in fp32
+        logits = F.linear(h, weight.to(h.dtype)).float()
         nll = F.cross_entropy(logits, y, ignore_index=IGNORE, reduction="none")
         return nll, None if learning else logits.argmax(-1) == y
 
@@ -331,14 +333,13 @@ class Transformer(nn.Module):
         if cache is not None:
             if doc_start_block is not None:
                 raise ValueError("doc_start_block: a cache holds one document a sequence, leave it out")
-            held = cache.lengths
             if length == 1:
-                position = held[:, None]
-            elif bool((held > 0).any()):
+                position = cache.lengths[:, None]
+            elif cache.longest:
                 raise ValueError(
-                    f"tokens: {length} a sequence need an empty cache, this one holds {held.tolist()}"
+                    f"tokens: {length} a sequence need an empty cache, this one holds {cache.longest}"
                 )
-            if bool((held + length > cache.size).any()):
+            if cache.longest + length > cache.size:
                 raise ValueError(f"tokens: the cache has room for {cache.size} tokens a sequence")
         cos, sin = rope_table(position, self.config.head_dim, rope_theta or self.config.rope_theta)
         context = Context(cos, sin, attention, doc_start_block, cache, report, report_rows)
@@ -364,8 +365,10 @@ class Transformer(nn.Module):
         elif length == 1:
             last = torch.zeros_like(cache.lengths)
             cache.lengths += 1
+            cache.longest += 1
         else:
             cache.lengths += length if prompt_lengths is None else prompt_lengths
+            cache.longest = length
             last = cache.lengths - 1
         x = x[torch.arange(batch, device=tokens.device), last]  # (B, d)
         return Output(None, None, self.lm_head(x).float(), kl)

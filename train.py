@@ -573,11 +573,14 @@ class Trainer:
             out = self.forward(batch, slice(begin, begin + micro), stage, kl_probe=self.kl_probe)
             nll_sum = out.nll.sum()
             loss = out.kl / (batch.n_tokens * c.n_proxy_head)
-            if not stage.freeze_backbone:  # a frozen one meets no gradient: the proxy's input is detached
+            if not stage.freeze_backbone:
                 loss = loss + nll_sum / max(1, batch.n_labels)
             loss.backward()
             nll += nll_sum.detach()
 
+        if stage.freeze_backbone:  # the KL's gradient there is zero, and zero would still decay weights
+            for p in self.backbone:
+                p.grad = None
         grad_norms = [
             norm_of([p.grad for p in params if p.grad is not None], world.device)
             for params in (self.backbone, self.proxy)

@@ -107,8 +107,8 @@ def _(q, k, v, q_proxy, k_proxy, block_indices, doc_start_block, q_block, kl_pro
 
 @torch.library.custom_op("msa::attention_backward", mutates_args=())
 def _attention_backward(
-    grad_out: Tensor,
-    grad_kl: Tensor,
+    grad_out: Tensor | None,
+    grad_kl: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -146,11 +146,13 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _(grad_out, grad_kl, q, k, v, q_proxy, k_proxy, indices, doc, q_block, out, lse, lse_proxy, *flags):
-    def like(x):
-        return lse.new_empty(0) if x is None else x.new_empty(x.shape)
+    def like(grad, x):
+        return lse.new_empty(0) if grad is None or x is None else x.new_empty(x.shape)
 
-    kl = lse.new_empty(0 if q_proxy is None else q_proxy.shape[2])
-    return like(q), like(k), like(v), like(q_proxy), like(k_proxy), kl
+    has_kl = q_proxy is not None and (grad_kl is not None or flags[-1])
+    kl = lse.new_empty(q_proxy.shape[2] if has_kl else 0)
+    main = [like(grad_out, x) for x in (q, k, v)]
+    return *main, like(grad_kl, q_proxy), like(grad_kl, k_proxy), kl
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
@@ -161,6 +163,7 @@ def _save_for_backward(ctx, inputs, output) -> None:
     ctx.save_for_backward(
         q, k, v, q_proxy, k_proxy, block_indices, doc_start_block, q_block, out, lse, lse_proxy
     )
+    ctx.set_materialize_grads(False)  # what no loss asks for is not computed
     ctx.scale, ctx.block_size = scale, block_size
     ctx.probe_dtype = None if kl_probe is None else kl_probe.dtype
 
@@ -169,8 +172,10 @@ def _backward(ctx, grad_out, grad_kl, grad_lse, grad_lse_proxy):
     saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
     need_kl = ctx.probe_dtype is not None
     *grads, kl = _attention_backward(grad_out, grad_kl, *saved, ctx.scale, ctx.block_size, need_kl)
-    if saved[3] is None:
-        grads[3:] = [None, None]
+    if grad_out is None:
+        grads[:3] = [None] * 3
+    if grad_kl is None or saved[3] is None:
+        grads[3:] = [None] * 2
     return *grads, None, None, None, kl.to(ctx.probe_dtype) if need_kl else None, None, None, None, None
 
 

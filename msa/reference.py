@@ -293,8 +293,8 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor,
-    grad_kl: Tensor,
+    grad_out: Tensor | None,
+    grad_kl: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -310,55 +310,58 @@ def backward(
     block_size: int,
     need_kl: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dq_proxy, dk_proxy, KL sum per head (Hp,)); the last three empty without a proxy.
+    """(dq, dk, dv, dq_proxy, dk_proxy, KL sum per head (Hp,)).
 
-    The KL sum is computed where need_kl asks for it and is zero otherwise.
+    The first three are empty where no grad_out arrived, the next two where no grad_kl did, and the KL sum,
+    computed where need_kl asks for it, without a proxy.
     """
     batch, n_queries, heads, _ = q.shape
     n_keys, kv_heads = k.shape[1:3]
     queries, keys, values = heads_first(q), heads_first(k), heads_first(v)
-    grads = heads_first(grad_out)
-    delta = (grads * heads_first(out)).sum(-1, keepdim=True)  # (B, H, S, 1)
-    dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-    dq_proxy, dk_proxy = queries.new_empty(0), queries.new_empty(0)
+    dq, dk, dv, dq_proxy, dk_proxy = (queries.new_empty(0) for _ in range(5))
     kl = torch.zeros(0, dtype=torch.float64, device=q.device)
-    if q_proxy is not None:
+    main, proxy = grad_out is not None, q_proxy is not None and (grad_kl is not None or need_kl)
+    if main:
+        grads = heads_first(grad_out)
+        delta = (grads * heads_first(out)).sum(-1, keepdim=True)  # (B, H, S, 1)
+        dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    if proxy:
         proxy_heads, proxy_kv_heads = q_proxy.shape[2], k_proxy.shape[2]
         proxy_queries, proxy_keys = heads_first(q_proxy), heads_first(k_proxy)
-        dq_proxy, dk_proxy = torch.empty_like(proxy_queries), torch.zeros_like(proxy_keys)
         kl = torch.zeros(proxy_heads, dtype=torch.float64, device=q.device)
+        if grad_kl is not None:
+            dq_proxy, dk_proxy = torch.empty_like(proxy_queries), torch.zeros_like(proxy_keys)
     for rows in iterate_rows(batch, heads, n_queries, n_keys, q_block, doc_start_block, block_size, q.device):
         at, span = rows.index, slice(rows.lo, rows.hi)
         tokens = support(block_indices, rows, block_size)
         s = mask_scores(scores(queries[:, :, at], keys[:, :, span], scale), tokens)
         p = s.sub_(lse[:, :, at, None]).exp_()
-        dv[:, :, span] += reduce_heads(p, grads[:, :, at], kv_heads)
-        if q_proxy is not None:
+        if proxy:
             teacher = p.unflatten(1, (proxy_heads, -1)).mean(2)
             s = mask_scores(scores(proxy_queries[:, :, at], proxy_keys[:, :, span], scale), tokens)
             log_student = s.sub_(lse_proxy[:, :, at, None])
             if need_kl:
                 kl += kl_per_head(teacher, log_student)
-            ds = log_student.exp_().sub_(teacher)
-            dq_proxy[:, :, at] = expand_heads(ds, proxy_keys[:, :, span])
-            dk_proxy[:, :, span] += reduce_heads(ds, proxy_queries[:, :, at], proxy_kv_heads)
-        ds = scores(grads[:, :, at], values[:, :, span], 1.0).sub_(delta[:, :, at]).mul_(p)
-        dq[:, :, at] = expand_heads(ds, keys[:, :, span])
-        dk[:, :, span] += reduce_heads(ds, queries[:, :, at], kv_heads)
+            if grad_kl is not None:
+                ds = log_student.exp_().sub_(teacher)
+                dq_proxy[:, :, at] = expand_heads(ds, proxy_keys[:, :, span])
+                dk_proxy[:, :, span] += reduce_heads(ds, proxy_queries[:, :, at], proxy_kv_heads)
+        if main:
+            dv[:, :, span] += reduce_heads(p, grads[:, :, at], kv_heads)
+            ds = scores(grads[:, :, at], values[:, :, span], 1.0).sub_(delta[:, :, at]).mul_(p)
+            dq[:, :, at] = expand_heads(ds, keys[:, :, span])
+            dk[:, :, span] += reduce_heads(ds, queries[:, :, at], kv_heads)
 
-    def like(grad: Tensor, x: Tensor | None, factor: float | Tensor) -> Tensor:
+    def like(grad: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
         # The factor of the KL is tiny: it is applied before the result is rounded, after the products.
-        return grad if x is None else (grad * factor).transpose(1, 2).to(x.dtype).contiguous()
+        return (grad * factor).transpose(1, 2).to(x.dtype).contiguous()
 
-    kl_factor = grad_kl.to(lse.dtype) * scale
-    return (
-        like(dq, q, scale),
-        like(dk, k, scale),
-        like(dv, v, 1.0),
-        like(dq_proxy, q_proxy, kl_factor),
-        like(dk_proxy, k_proxy, kl_factor),
-        kl.to(lse.dtype),
-    )
+    if main:
+        dq, dk, dv = like(dq, q, scale), like(dk, k, scale), like(dv, v, 1.0)
+    if proxy and grad_kl is not None:
+        factor = grad_kl.to(lse.dtype) * scale
+        dq_proxy, dk_proxy = like(dq_proxy, q_proxy, factor), like(dk_proxy, k_proxy, factor)
+    return dq, dk, dv, dq_proxy, dk_proxy, kl.to(lse.dtype)
 
 
 def decode(
@@ -381,7 +384,8 @@ def decode(
         keys, values = heads_first(k), heads_first(v)
         visible = torch.arange(n_keys, device=q.device) <= place[:, None]  # (B, n)
         s = mask_scores(scores(heads_first(q), keys, scale), visible[:, None, None])
-        values.masked_fill_(~visible[:, None, :, None], 0.0)  # a cache's unused end may hold anything
+        # A cache's unused end may hold anything, and `values` may be the cache itself.
+        values = values.masked_fill(~visible[:, None, :, None], 0.0)
         return expand_heads(normalise(s)[0], values).transpose(1, 2).to(q.dtype)
     groups = q_proxy.shape[2]
     n_full = (n_keys - 1) // block_size
@@ -396,5 +400,5 @@ def decode(
     kv_head = (torch.arange(groups, device=q.device) * kv_heads // groups)[:, None]
     keys, values = k[rows, token, kv_head].to(dtype), v[rows, token, kv_head].to(dtype)  # (B, Hp, n, D)
     s = mask_scores(scores(q.to(dtype).view(batch, heads, 1, dim), keys, scale), visible[:, :, None])
-    values.masked_fill_(~visible[..., None], 0.0)
+    values = values.masked_fill(~visible[..., None], 0.0)
     return expand_heads(normalise(s)[0], values).view(batch, 1, heads, dim).to(q.dtype)
