@@ -21,9 +21,9 @@ top_k = 128  # 4 of the 32 blocks of the longest sequence
 tokens_per_step = 8192
 stages = [
     Stage(steps=60, seq_len=256, attention="dense"),
-    Stage(steps=70, seq_len=512, attention="warmup"),
-    Stage(steps=70, seq_len=512, attention="sparse"),
-    Stage(steps=40, seq_len=1024, attention="sparse"),
+    Stage(steps=60, seq_len=512, attention="warmup"),
+    Stage(steps=50, seq_len=512, attention="sparse"),
+    Stage(steps=20, seq_len=1024, attention="sparse"),
 ]
 
 optimizer = "muon"
@@ -34,6 +34,6 @@ lr_decay_share = 0.5
 
 layer_interval = 50
 eval_interval = 60
-eval_tokens = 2**15
+eval_tokens = 2**14
 kl_interval = 20
 checkpoint_interval = 60

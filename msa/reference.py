@@ -133,11 +133,11 @@ def heads_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).to(accumulate_dtype(x.dtype), memory_format=torch.contiguous_format)
 
 
-def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """q (B, H, c, D), k (B, Hk, n, D) with H a multiple of Hk -> scale * q k^T (B, H, c, n)."""
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    """q (B, H, c, D), k (B, Hk, n, D) with H a multiple of Hk -> q k^T (B, H, c, n)."""
     batch, heads, rows, dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, dim)
-    return torch.matmul(grouped, k.transpose(-1, -2)).mul_(scale).view(batch, heads, rows, k.shape[2])
+    return torch.matmul(grouped, k.transpose(-1, -2)).view(batch, heads, rows, k.shape[2])
 
 
 def reduce_heads(weights: Tensor, x: Tensor, kv_heads: int) -> Tensor:
@@ -204,9 +204,10 @@ def select(
     ):
         # Only blocks strictly before the query's own are scored, and those are visible as a whole.
         n_full = (rows.hi - 1) // block_size
-        s = scores(queries[:, :, rows.index], keys[:, :, : n_full * block_size], scale)
+        s = scores(queries[:, :, rows.index], keys[:, :, : n_full * block_size])
         local, first = rows.place[None] // block_size, rows.first // block_size
-        out[:, rows.index] = rank_blocks(max_per_block(s, block_size), local, first, slots)
+        # Scaled after the max, which commutes with it.
+        out[:, rows.index] = rank_blocks(max_per_block(s, block_size) * scale, local, first, slots)
     return out
 
 
@@ -234,12 +235,12 @@ def mask_scores(s: Tensor, tokens: Tensor) -> Tensor:
     return s
 
 
-def normalise(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores -> (softmax, in place of s; its logsumexp without the last dimension)."""
+def exponentiate(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores (..., n) -> (softmax times its sum, in place of s; that sum (..., 1); the logsumexp (...))."""
     top = s.amax(-1, keepdim=True)
     p = s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
-    return p.div_(total), (top + total.log()).squeeze(-1)
+    return p, total, (top + total.log()).squeeze(-1)
 
 
 def kl_per_head(teacher: Tensor, log_student: Tensor) -> Tensor:
@@ -269,25 +270,25 @@ def forward(
     batch, n_queries, heads, _ = q.shape
     n_keys, kv_heads = k.shape[1:3]
     check_places(n_queries, n_keys, q_block, doc_start_block, block_size)
-    queries, keys, values = heads_first(q), heads_first(k), heads_first(v)
+    queries, keys, values = heads_first(q) * scale, heads_first(k), heads_first(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = queries.new_empty(batch, heads, n_queries)
     lse_proxy = queries.new_empty(0)
     if q_proxy is not None:
-        proxy_queries, proxy_keys = heads_first(q_proxy), heads_first(k_proxy)
+        proxy_queries, proxy_keys = heads_first(q_proxy) * scale, heads_first(k_proxy)
         lse_proxy = queries.new_empty(batch, q_proxy.shape[2], n_queries)
     kl = torch.zeros((), dtype=torch.float64, device=q.device)
     for rows in iterate_rows(batch, heads, n_queries, n_keys, q_block, doc_start_block, block_size, q.device):
         span = slice(rows.lo, rows.hi)
         tokens = support(block_indices, rows, block_size)
-        s = mask_scores(scores(queries[:, :, rows.index], keys[:, :, span], scale), tokens)
-        p, lse[:, :, rows.index] = normalise(s)
-        out[:, rows.index] = expand_heads(p, values[:, :, span]).transpose(1, 2)
+        s = mask_scores(scores(queries[:, :, rows.index], keys[:, :, span]), tokens)
+        p, total, lse[:, :, rows.index] = exponentiate(s)
+        out[:, rows.index] = expand_heads(p, values[:, :, span]).div_(total).transpose(1, 2)
         if q_proxy is not None:
-            s = mask_scores(scores(proxy_queries[:, :, rows.index], proxy_keys[:, :, span], scale), tokens)
+            s = mask_scores(scores(proxy_queries[:, :, rows.index], proxy_keys[:, :, span]), tokens)
             lse_proxy[:, :, rows.index] = s.logsumexp(-1)
             if materialize_kl:
-                teacher = p.unflatten(1, (q_proxy.shape[2], -1)).mean(2)
+                teacher = p.div_(total).unflatten(1, (q_proxy.shape[2], -1)).mean(2)
                 kl += kl_per_head(teacher, s - lse_proxy[:, :, rows.index, None]).sum()
     return out, kl.to(lse.dtype), lse, lse_proxy
 
@@ -317,7 +318,7 @@ def backward(
     """
     batch, n_queries, heads, _ = q.shape
     n_keys, kv_heads = k.shape[1:3]
-    queries, keys, values = heads_first(q), heads_first(k), heads_first(v)
+    queries, keys, values = heads_first(q) * scale, heads_first(k), heads_first(v)
     dq, dk, dv, dq_proxy, dk_proxy = (queries.new_empty(0) for _ in range(5))
     kl = torch.zeros(0, dtype=torch.float64, device=q.device)
     main, proxy = grad_out is not None, q_proxy is not None and (grad_kl is not None or need_kl)
@@ -327,18 +328,18 @@ def backward(
         dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
     if proxy:
         proxy_heads, proxy_kv_heads = q_proxy.shape[2], k_proxy.shape[2]
-        proxy_queries, proxy_keys = heads_first(q_proxy), heads_first(k_proxy)
+        proxy_queries, proxy_keys = heads_first(q_proxy) * scale, heads_first(k_proxy)
         kl = torch.zeros(proxy_heads, dtype=torch.float64, device=q.device)
         if grad_kl is not None:
             dq_proxy, dk_proxy = torch.empty_like(proxy_queries), torch.zeros_like(proxy_keys)
     for rows in iterate_rows(batch, heads, n_queries, n_keys, q_block, doc_start_block, block_size, q.device):
         at, span = rows.index, slice(rows.lo, rows.hi)
         tokens = support(block_indices, rows, block_size)
-        s = mask_scores(scores(queries[:, :, at], keys[:, :, span], scale), tokens)
+        s = mask_scores(scores(queries[:, :, at], keys[:, :, span]), tokens)
         p = s.sub_(lse[:, :, at, None]).exp_()
         if proxy:
             teacher = p.unflatten(1, (proxy_heads, -1)).mean(2)
-            s = mask_scores(scores(proxy_queries[:, :, at], proxy_keys[:, :, span], scale), tokens)
+            s = mask_scores(scores(proxy_queries[:, :, at], proxy_keys[:, :, span]), tokens)
             log_student = s.sub_(lse_proxy[:, :, at, None])
             if need_kl:
                 kl += kl_per_head(teacher, log_student)
@@ -348,7 +349,7 @@ def backward(
                 dk_proxy[:, :, span] += reduce_heads(ds, proxy_queries[:, :, at], proxy_kv_heads)
         if main:
             dv[:, :, span] += reduce_heads(p, grads[:, :, at], kv_heads)
-            ds = scores(grads[:, :, at], values[:, :, span], 1.0).sub_(delta[:, :, at]).mul_(p)
+            ds = scores(grads[:, :, at], values[:, :, span]).sub_(delta[:, :, at]).mul_(p)
             dq[:, :, at] = expand_heads(ds, keys[:, :, span])
             dk[:, :, span] += reduce_heads(ds, queries[:, :, at], kv_heads)
 
@@ -357,10 +358,10 @@ def backward(
         return (grad * factor).transpose(1, 2).to(x.dtype).contiguous()
 
     if main:
-        dq, dk, dv = like(dq, q, scale), like(dk, k, scale), like(dv, v, 1.0)
+        dq, dk, dv = like(dq, q, scale), like(dk, k, 1.0), like(dv, v, 1.0)  # dk's queries carry the scale
     if proxy and grad_kl is not None:
-        factor = grad_kl.to(lse.dtype) * scale
-        dq_proxy, dk_proxy = like(dq_proxy, q_proxy, factor), like(dk_proxy, k_proxy, factor)
+        factor = grad_kl.to(lse.dtype)
+        dq_proxy, dk_proxy = like(dq_proxy, q_proxy, factor * scale), like(dk_proxy, k_proxy, factor)
     return dq, dk, dv, dq_proxy, dk_proxy, kl.to(lse.dtype)
 
 
@@ -383,15 +384,16 @@ def decode(
     if slots is None:
         keys, values = heads_first(k), heads_first(v)
         visible = torch.arange(n_keys, device=q.device) <= place[:, None]  # (B, n)
-        s = mask_scores(scores(heads_first(q), keys, scale), visible[:, None, None])
+        s = mask_scores(scores(heads_first(q) * scale, keys), visible[:, None, None])
         # A cache's unused end may hold anything, and `values` may be the cache itself.
         values = values.masked_fill(~visible[:, None, :, None], 0.0)
-        return expand_heads(normalise(s)[0], values).transpose(1, 2).to(q.dtype)
+        p, total, _ = exponentiate(s)
+        return (expand_heads(p, values) / total).transpose(1, 2).to(q.dtype)
     groups = q_proxy.shape[2]
     n_full = (n_keys - 1) // block_size
-    s = scores(heads_first(q_proxy), heads_first(k_proxy[:, : n_full * block_size]), scale)
+    s = scores(heads_first(q_proxy), heads_first(k_proxy[:, : n_full * block_size]))
     local = place[:, None] // block_size
-    chosen = rank_blocks(max_per_block(s, block_size), local, torch.zeros_like(local), slots)
+    chosen = rank_blocks(max_per_block(s, block_size) * scale, local, torch.zeros_like(local), slots)
     chosen = chosen[:, 0].long()  # (B, Hp, k)
     token = chosen[..., None] * block_size + torch.arange(block_size, device=q.device)
     visible = ((chosen[..., None] >= 0) & (token <= place[:, None, None, None])).flatten(2)  # (B, Hp, n)
@@ -399,6 +401,7 @@ def decode(
     rows = torch.arange(batch, device=q.device)[:, None, None]
     kv_head = (torch.arange(groups, device=q.device) * kv_heads // groups)[:, None]
     keys, values = k[rows, token, kv_head].to(dtype), v[rows, token, kv_head].to(dtype)  # (B, Hp, n, D)
-    s = mask_scores(scores(q.to(dtype).view(batch, heads, 1, dim), keys, scale), visible[:, :, None])
+    s = mask_scores(scores(q.to(dtype).view(batch, heads, 1, dim) * scale, keys), visible[:, :, None])
     values = values.masked_fill(~visible[..., None], 0.0)
-    return expand_heads(normalise(s)[0], values).view(batch, 1, heads, dim).to(q.dtype)
+    p, total, _ = exponentiate(s)
+    return (expand_heads(p, values) / total).view(batch, 1, heads, dim).to(q.dtype)
