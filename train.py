@@ -18,6 +18,7 @@ import json
 import math
 import os
 import resource
+import secrets
 import signal
 import sys
 import time
@@ -46,10 +47,11 @@ PEAK_TFLOPS = {  # dense bf16, of the data sheets; a GPU that is not here has no
     "L40S": 362,
     "RTX 4090": 165,
 }
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # What a resumed run may change: nothing here moves a weight.
 FREE_FIELDS = {
-    *("out_dir", "device", "compile", "init_from", "dry_run", "curves", "retrieval_sets", "stages"),
-    *("stage_steps", "micro_batch_tokens", "max_skipped_steps", "activation_checkpoint"),
+    *("out_dir", "dataset", "device", "compile", "init_from", "dry_run", "curves", "retrieval_sets"),
+    *("stages", "stage_steps", "micro_batch_tokens", "max_skipped_steps", "activation_checkpoint"),
     *("activation_offload", "mlp_chunk", "loss_chunk", "log_interval", "layer_interval", "eval_interval"),
     *("kl_interval", "kl_rows", "checkpoint_interval", "wandb", "wandb_project", "wandb_name"),
 }
@@ -179,7 +181,8 @@ def step_flops(model: Transformer, batch: Batch, stage: Stage) -> float:
     main_pairs = dense_pairs if stage.attention == "warmup" else sparse_pairs
     total = 6.0 * weights * batch.tokens.numel()
     total += 14.0 * c.head_dim * c.n_head * (dense_pairs * (c.n_layer - with_proxy) + main_pairs * with_proxy)
-    return total + c.head_dim * c.n_proxy_head * with_proxy * (2.0 * dense_pairs + 8.0 * main_pairs)
+    scored = dense_pairs if stage.attention == "sparse" else 0
+    return total + c.head_dim * c.n_proxy_head * with_proxy * (2.0 * scored + 8.0 * main_pairs)
 
 
 # ---- optimizers -------------------------------------------------------------------------------------
@@ -345,6 +348,10 @@ class Log:
 
 def finite(value: object) -> object:
     """JSON has no NaN: a figure that does not exist is null."""
+    if isinstance(value, list):
+        return [finite(v) for v in value]
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -367,11 +374,11 @@ def start_wandb(config: Config, world: World):
 
     id_file = Path(config.out_dir) / "wandb_id"
     if not id_file.exists():
-        id_file.write_text(wandb.util.generate_id())
+        id_file.write_text(secrets.token_hex(4))
     mode, why = os.environ.get("WANDB_MODE"), "WANDB_MODE says so"
     if mode is None:
         mode, why = "online", "a key is there"
-        if wandb.api.api_key is None:
+        if not wandb.login(prompt=False, verify=False):
             mode, why = "offline", "there is no API key; `wandb login` and `wandb sync` bring it online later"
     options = {
         "project": config.wandb_project,
@@ -385,6 +392,7 @@ def start_wandb(config: Config, world: World):
         run = wandb.init(mode=mode, settings=wandb.Settings(init_timeout=30), **options)
     except wandb.errors.CommError as error:
         mode, why = "offline", f"no network: {error}"
+        wandb.teardown()  # or the id counts as in use
         run = wandb.init(mode=mode, **options)
     world.say(f"wandb: {mode} ({why})")
     run.define_metric("tokens")
@@ -392,8 +400,9 @@ def start_wandb(config: Config, world: World):
     return run
 
 
-def heat_map(rows: list[list[float]], title: str):
-    """A figure of layers by proxy heads."""
+def heat_map(rows: list[list[float]], title: str) -> np.ndarray:
+    """A picture of layers by proxy heads, (height, width, 4) uint8."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3 + 0.3 * len(rows[0]), 1.5 + 0.25 * len(rows)), layout="constrained")
@@ -401,7 +410,9 @@ def heat_map(rows: list[list[float]], title: str):
     image = axes.imshow(np.array(rows, dtype=float), aspect="auto")
     axes.set(title=title, xlabel="proxy head", ylabel="layer")
     figure.colorbar(image)
-    return figure
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
 
 
 def draw_curves(out_dir: str | Path) -> Path:
@@ -477,12 +488,14 @@ class Trainer:
                 )
         self.data = {
             "hash": self.train_file.hash,
+            "val_hash": self.val_file.hash,
             "tokenizer": self.train_file.tokenizer,
             "eos": self.train_file.eos,
             "vocab_size": self.train_file.vocab_size,
         }
         self.loader = self.loader_of(self.train_file, config.tokens_per_step)
 
+        torch.manual_seed(config.seed)
         dtype, why = compute_dtype(config, world)
         self.model = Transformer(config)
         self.model.compute_dtype = dtype
@@ -524,7 +537,7 @@ class Trainer:
             text = json.dumps(to_dict(config), indent=2) + "\n"
             write_atomically(Path(config.out_dir) / "config.json", lambda path: path.write_text(text))
         self.log = Log(config, world, self.step)
-        self.stop_signal = 0
+        self.signal_here = self.stop_signal = 0  # what this process was sent, and what all ranks agreed on
 
     def loader_of(self, file: TokenFile, tokens: int) -> Loader:
         stream = Stream(file, seed=self.config.seed, block_size=self.config.block_size)
@@ -588,13 +601,14 @@ class Trainer:
             for params in (self.backbone, self.proxy)
         ]
         kl = torch.zeros_like(self.kl_probe) if self.kl_probe.grad is None else self.kl_probe.grad
-        stop = torch.tensor(float(self.stop_signal), device=world.device)
-        shared = world.sum(torch.cat([torch.stack([nll, stop]), kl.detach().flatten()]))
+        sent = torch.tensor([float(self.signal_here == s) for s in STOP_SIGNALS], device=world.device)
+        shared = world.sum(torch.cat([nll[None], sent, kl.detach().flatten()]))
         # The step's one wait for the device.
-        nll, stop, grad_norm, proxy_grad_norm, *kl = torch.cat(
-            [shared[:2], torch.stack(grad_norms), shared[2:]]
+        nll, sigterm, sigint, grad_norm, proxy_grad_norm, *kl = torch.cat(
+            [shared[:3], torch.stack(grad_norms), shared[3:]]
         ).tolist()
-        self.stop_signal = int(stop)
+        # A signal that came while we waited counts in the next step, for every rank alike.
+        self.stop_signal = signal.SIGTERM if sigterm else signal.SIGINT if sigint else 0
 
         share = self.schedule.lr_share(self.step)
         update = None
@@ -653,25 +667,22 @@ class Trainer:
     def evaluate(self, file: TokenFile, stage: Stage) -> dict[str, float]:
         """Loss, bits per byte and loss by position; for a retrieval set the accuracy of its answers."""
         c, world = self.config, self.world
-        tokens = max(self.micro_batch(stage), 1) * stage.seq_len
-        loader = self.loader_of(file, tokens)
-        epoch = loader.stream.epoch_tokens
-        rounds = max(1, min(c.eval_tokens, epoch) // tokens)
-        if tokens > epoch:  # a small set: as many sequences as hold it once
-            tokens = max(1, epoch // stage.seq_len) * stage.seq_len
-            loader = self.loader_of(file, tokens)
+        epoch = self.loader_of(file, stage.seq_len).stream.epoch_tokens
+        sequences = max(1, min(c.eval_tokens, epoch) // stage.seq_len)
+        micro = min(self.micro_batch(stage), sequences)
+        loader = self.loader_of(file, micro * stage.seq_len)
         edges = [2**i for i in range(7, 40) if 2**i < stage.seq_len]  # 128, 256, ...
         sums = torch.zeros(2 + 2 * (len(edges) + 1) + 4, device=world.device, dtype=torch.float64)
         buckets = sums[2 : 2 + 2 * (len(edges) + 1)].view(2, -1)
         token_bytes = torch.from_numpy(np.array(file.token_bytes)).long()
         borders = torch.tensor(edges, device=world.device)
-        for first in range(0, rounds, world.size):
+        for first in range(0, -(-sequences // micro), world.size):
             index = first + world.rank
-            batch = loader.step(min(index, rounds - 1), stage.seq_len, stage.document_mask)
-            if index >= rounds:  # nothing left, but FSDP wants every rank in every forward
-                batch.labels.fill_(IGNORE)
+            batch = loader.step(index, stage.seq_len, stage.document_mask)
+            # Where nothing is left FSDP still wants every rank in every forward.
+            batch.labels[max(0, sequences - index * micro) :] = IGNORE
             out = self.forward(batch, slice(None), stage)
-            place = torch.arange(stage.seq_len)[None].expand_as(batch.labels)
+            place = torch.arange(stage.seq_len).repeat(batch.labels.shape[0], 1)
             if batch.doc_start_block is not None:
                 place = place - batch.doc_start_block.repeat_interleave(c.block_size, 1) * c.block_size
             labelled = batch.labels != IGNORE
@@ -804,7 +815,7 @@ class Trainer:
     def run(self) -> int:
         """Trains to the end; returns 0, or 128 + the signal that stopped it."""
         c, world, schedule = self.config, self.world, self.schedule
-        handlers = {s: signal.signal(s, self.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {s: signal.signal(s, self.on_signal) for s in STOP_SIGNALS}
         stage_index = -1
         if self.step:
             self.run_evaluations(schedule.stage_of(self.step - 1))
@@ -827,7 +838,8 @@ class Trainer:
             if self.skipped_in_a_row >= c.max_skipped_steps:
                 raise RuntimeError(
                     f"{self.skipped_in_a_row} steps in a row had a non-finite loss or gradient, up to step "
-                    f"{self.step}; lower lr or proxy_lr and continue from the checkpoint, or look at the data"
+                    f"{self.step}; look at the data, or start another run with --init_from={c.out_dir} "
+                    "and a lower lr or proxy_lr"
                 )
             layer_kl, flops = record.pop("layer_kl"), record.pop("flops")
             if will_log:
@@ -855,9 +867,11 @@ class Trainer:
         return 0
 
     def on_signal(self, number: int, frame: object) -> None:
-        """The step in hand is finished and saved; a second signal takes the usual course."""
-        self.stop_signal = number
-        signal.signal(number, signal.SIG_DFL)
+        """The step in hand is finished and saved. A second Ctrl-C does not wait for that; a second SIGTERM
+        changes nothing: schedulers send one to every process, and torchrun hands its own on."""
+        self.signal_here = number
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
 
     def report_step(
         self,
@@ -990,8 +1004,9 @@ def dry_run(config: Config, world: World, data_commands: Iterable[str]) -> None:
 def data_commands_of(argv: list[str]) -> list[str]:
     """The lines at the head of the config file that prepare its data."""
     for arg in argv:
-        if not arg.startswith("-") and Path(arg).is_file():
-            return [s.strip("# ") for s in Path(arg).read_text().splitlines() if "prepare.py" in s]
+        for file in (Path(arg), Path(__file__).parent / arg):
+            if not arg.startswith("-") and file.is_file():
+                return [s.strip("# ") for s in file.read_text().splitlines() if "prepare.py" in s]
     return []
 
 

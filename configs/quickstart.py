@@ -1,14 +1,14 @@
 # A toy for the CPU that goes through all three modes, to see the machinery run and the curves come out.
 #     python data/pysrc/prepare.py --max_document 8192    # Python sources on this machine, as bytes
 #     python train.py configs/quickstart.py               # `make train` does both, then samples
-# 0.9M parameters; 240 steps of 8192 tokens = 2.0M tokens, about 10 TFLOP in matrices.
+# 0.7M parameters; 165 steps of 8192 tokens = 1.4M tokens, about 6 TFLOP in matrices.
 # Documents of some 8K tokens: so short a run sees many of them, and of many packages.
 from configs import Stage
 
 out_dir = "out/quickstart"
 dataset = "pysrc"
 
-n_layer = 4
+n_layer = 3
 d_model = 128
 n_head = 4
 n_kv_head = 2
@@ -20,10 +20,10 @@ top_k = 128  # 4 of the 32 blocks of the longest sequence
 
 tokens_per_step = 8192
 stages = [
-    Stage(steps=60, seq_len=256, attention="dense"),
-    Stage(steps=60, seq_len=512, attention="warmup"),
-    Stage(steps=50, seq_len=512, attention="sparse"),
-    Stage(steps=20, seq_len=1024, attention="sparse"),
+    Stage(steps=55, seq_len=256, attention="dense"),
+    Stage(steps=50, seq_len=512, attention="warmup"),
+    Stage(steps=45, seq_len=512, attention="sparse"),
+    Stage(steps=15, seq_len=1024, attention="sparse"),
 ]
 
 optimizer = "muon"
