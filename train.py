@@ -335,6 +335,8 @@ class Log:
                 if key == "by_layer":
                     for name, rows in value.items():
                         flat[f"{kind}_layers/{name}"] = wandb.Image(heat_map(rows, name))
+                elif isinstance(value, list):  # one figure a layer
+                    flat[f"{kind}_layers/{key}"] = wandb.Image(heat_map([[v] for v in value], key))
                 elif isinstance(value, int | float) and key not in flat:
                     flat[f"{kind}/{key}"] = value
             self.wandb.log(flat)
@@ -469,13 +471,7 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         self.schedule = Schedule(config)
-        for stage in config.stages:
-            sequences = config.tokens_per_step // stage.seq_len
-            if sequences % world.size:
-                raise ValueError(
-                    f"stages: seq_len {stage.seq_len} makes {sequences} sequences a step, which {world.size} "
-                    "ranks cannot share evenly; raise tokens_per_step or start fewer ranks"
-                )
+        check_ranks(config, world)
         folder = find_dataset(config.dataset)
         self.train_file, self.val_file = TokenFile(folder / "train.bin"), TokenFile(folder / "val.bin")
         set_vocab(config, self.train_file)
@@ -814,8 +810,23 @@ class Trainer:
 
     def run(self) -> int:
         """Trains to the end; returns 0, or 128 + the signal that stopped it."""
-        c, world, schedule = self.config, self.world, self.schedule
+        c, world = self.config, self.world
         handlers = {s: signal.signal(s, self.on_signal) for s in STOP_SIGNALS}
+        try:
+            self.train()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            self.log.close()
+        if world.rank == 0 and (Path(c.out_dir) / "metrics.jsonl").stat().st_size:
+            world.say(f"wrote {draw_curves(c.out_dir)}")
+        if self.stop_signal:
+            world.say(f"stopped by {signal.Signals(self.stop_signal).name}; the same command continues")
+            return 128 + self.stop_signal
+        return 0
+
+    def train(self) -> None:
+        c, world, schedule = self.config, self.world, self.schedule
         stage_index = -1
         if self.step:
             self.run_evaluations(schedule.stage_of(self.step - 1))
@@ -829,9 +840,11 @@ class Trainer:
                 if self.compiles:
                     torch._dynamo.reset()  # a stage's shapes are its own; inside it nothing compiles again
                 mark_time, mark_step = time.perf_counter(), self.step
-            last = self.step + 1 in (schedule.total, *schedule.ends)
             will_log = c.log_interval > 0 and (
-                (self.step + 1) % c.log_interval == 0 or self.step == 0 or last
+                self.step == 0
+                or (self.step + 1) % c.log_interval == 0
+                or (c.layer_interval > 0 and (self.step + 1) % c.layer_interval == 0)
+                or self.step + 1 in schedule.ends
             )
             record = self.train_step(stage, will_log)
             self.step += 1
@@ -856,15 +869,6 @@ class Trainer:
                 begin = time.perf_counter()
                 self.run_evaluations(stage_index)
                 mark_time += time.perf_counter() - begin
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        self.log.close()
-        if world.rank == 0 and (Path(c.out_dir) / "metrics.jsonl").stat().st_size:
-            world.say(f"wrote {draw_curves(c.out_dir)}")
-        if self.stop_signal:
-            world.say(f"stopped by {signal.Signals(self.stop_signal).name}; the same command continues")
-            return 128 + self.stop_signal
-        return 0
 
     def on_signal(self, number: int, frame: object) -> None:
         """The step in hand is finished and saved. A second Ctrl-C does not wait for that; a second SIGTERM
@@ -943,6 +947,16 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}"
 
 
+def check_ranks(config: Config, world: World) -> None:
+    for stage in config.stages:
+        sequences = config.tokens_per_step // stage.seq_len
+        if sequences % world.size:
+            raise ValueError(
+                f"stages: seq_len {stage.seq_len} makes {sequences} sequences a step, which {world.size} "
+                "ranks cannot share evenly; raise tokens_per_step or start fewer ranks"
+            )
+
+
 def set_vocab(config: Config, file: TokenFile) -> None:
     """Rows of the embedding: as the config says, else the data's, rounded up to a multiple of 64."""
     if config.vocab_size is None:
@@ -965,6 +979,7 @@ def dry_run(config: Config, world: World, data_commands: Iterable[str]) -> None:
             world.say("vocab_size: 50304 assumed, for the data set is not there to tell")
     for line in data_commands:
         world.say(f"prepare: {line}")
+    check_ranks(config, world)
     schedule = Schedule(config)
     world.say(
         f"{'stage':>5} {'attention':>9} {'seq_len':>9} {'seqs/step':>9} {'steps':>8} "
