@@ -11,7 +11,7 @@ INSTALL = $(VENV)/bin/python -m pip install -q -c constraints.txt
 
 train: $(VENV)/.train data/pysrc/train.bin
 	$(VENV)/bin/python train.py configs/quickstart.py
-	$(VENV)/bin/python sample.py --out_dir=out/quickstart --start="def "
+	$(VENV)/bin/python sample.py --out_dir=out/quickstart --start="class " --temperature=0.6
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -m "not slow"
@@ -24,7 +24,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/python -m ruff format --check .
 
 data/pysrc/train.bin: | $(VENV)/.train
-	$(VENV)/bin/python data/pysrc/prepare.py --max_document 8192
+	$(VENV)/bin/python data/pysrc/prepare.py --max_document 1023
 
 $(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "installing PyTorch and the rest into $(VENV): 2.4 GB, 3 GB more with a CUDA build of PyTorch"

@@ -600,7 +600,7 @@ def test_config_json_of_older_transformers_loads(offline, tmp_path):
 
 def test_error_of_another_shape_says_what_to_set(offline, tmp_path):
     qwen3_of(offline).save_pretrained(tmp_path)
-    config = load_config(["configs/quickstart.py"])
+    config = load_config(["configs/quickstart.py", "--n_layer=4"])
     with pytest.raises(ValueError, match="^init_from: ") as caught:
         m.load_qwen3(tmp_path, config)
     advice = re.findall(r"--\S+", str(caught.value))

@@ -1475,6 +1475,7 @@ def test_wandb_without_network(toy, tmp_path, monkeypatch, capsys, mode):
         return SimpleNamespace(define_metric=nothing, log=nothing, finish=nothing)
 
     fake = SimpleNamespace(
+        Image=lambda picture: picture,
         init=init,
         login=lambda **options: True,
         teardown=lambda: calls.append("teardown"),

@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         "--max_document",
         type=int,
         default=0,
-        help="tokens of a document: a larger package becomes several, cut between files; 0: it stays whole",
+        help="tokens of a document: a larger package is cut into several; 0: it stays whole",
     )
     args = parser.parse_args(argv)
     started = time.monotonic()
@@ -131,13 +131,10 @@ def main(argv: list[str] | None = None) -> None:
         encoded = data.encode_many(tokenizer, sources(), args.workers)
         for i, parts in itertools.groupby(encoded, key=lambda item: item[0]):
             writer = val if packages[i].split == "val" else train
-            held: list[np.ndarray] = []
-            for _, tokens in parts:
-                if args.max_document and held and sum(map(len, held)) + len(tokens) > args.max_document:
-                    writer.add(np.concatenate(held))
-                    held = []
-                held.append(tokens)
-            writer.add(np.concatenate(held))
+            tokens = np.concatenate([part for _, part in parts])
+            size = args.max_document or len(tokens)
+            for at in range(0, len(tokens), size):
+                writer.add(tokens[at : at + size])
     listed = [
         dict(name=p.name, root=p.root, files=p.files, bytes=p.bytes, split=p.split, hash=p.hash.hexdigest())
         for p in packages
