@@ -1017,11 +1017,17 @@ def dry_run(config: Config, world: World, data_commands: Iterable[str]) -> None:
 
 
 def data_commands_of(argv: list[str]) -> list[str]:
-    """The lines at the head of the config file that prepare its data."""
+    """The lines at the head of the config file that prepare its data, with those that they go on in."""
     for arg in argv:
         for file in (Path(arg), Path(__file__).parent / arg):
-            if not arg.startswith("-") and file.is_file():
-                return [s.strip("# ") for s in file.read_text().splitlines() if "prepare.py" in s]
+            if arg.startswith("-") or not file.is_file():
+                continue
+            commands, goes_on = [], False
+            for line in file.read_text().splitlines():
+                if line.startswith("#") and ("prepare.py" in line or goes_on):
+                    commands.append(line.strip("# "))
+                    goes_on = line.endswith("\\")
+            return commands
     return []
 
 
