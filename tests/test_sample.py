@@ -346,7 +346,15 @@ def test_attention_is_that_of_the_last_stage_unless_asked(last, asked, tmp_path,
     stages = [STAGES[0], Stage(steps=10, seq_len=64, attention=last, rope_theta=77.0)]
     out_dir = save_run(tmp_path, model, stages)
     start = "0123456789" * 3
-    argv = [out_dir, f"--start={start}", "--max_new_tokens=20", "--temperature=1.5", "--seed=4", "--top_k=9"]
+    argv = [
+        out_dir,
+        "--device=cpu",
+        f"--start={start}",
+        "--max_new_tokens=20",
+        "--temperature=1.5",
+        "--seed=4",
+        "--top_k=9",
+    ]
     sample.main(argv + ([f"--attention={asked}"] if asked else []))
     attention = asked or ("sparse" if last == "sparse" else "dense")
     out, err = capsys.readouterr()
