@@ -339,7 +339,8 @@ class Log:
                     flat[f"{kind}_layers/{key}"] = wandb.Image(heat_map([[v] for v in value], key))
                 elif isinstance(value, int | float) and key not in flat:
                     flat[f"{kind}/{key}"] = value
-            self.wandb.log(flat)
+            # A step of wandb's own that rises over a resume too, where rows may come again.
+            self.wandb.log(flat, step=3 * record["step"] + ("train", "val", "proxy").index(kind))
 
     def close(self) -> None:
         if self.file is not None:
@@ -467,6 +468,10 @@ def draw_curves(out_dir: str | Path) -> Path:
 # ---- the run ----------------------------------------------------------------------------------------
 
 
+class Diverged(RuntimeError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
 class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
@@ -478,9 +483,11 @@ class Trainer:
         self.retrieval = {name: TokenFile(find_dataset(name) / "val.bin") for name in config.retrieval_sets}
         for name, file in self.retrieval.items():
             if file.tokenizer != self.train_file.tokenizer or file.label_mask is None:
+                mark = "answers marked" if file.label_mask is not None else "no answers marked"
                 raise ValueError(
                     f"retrieval_sets: {name} must have answers marked and the tokenizer "
-                    f"{self.train_file.tokenizer!r}, has {file.tokenizer!r}; prepare it again"
+                    f"{self.train_file.tokenizer!r}, has {mark} and {file.tokenizer!r}; "
+                    "prepare it again, see data/passkey/prepare.py"
                 )
         self.data = {
             "hash": self.train_file.hash,
@@ -542,7 +549,7 @@ class Trainer:
     def load_initial(self, source: str) -> None:
         if (Path(source) / "checkpoint.pt").exists():
             state = load_run(source).state
-        elif (Path(source) / "config.json").exists():
+        elif (Path(source) / "config.json").exists() and not (Path(source) / "metrics.jsonl").exists():
             state = load_qwen3(source, self.config)
         else:
             raise ValueError(
@@ -731,7 +738,7 @@ class Trainer:
     def inspect_proxy(self, stage: Stage) -> dict:
         """A forward on a fixed validation batch with the KL materialised, and the recalls of every layer."""
         c = self.config
-        sequences = max(1, min(self.micro_batch(stage), 8192 // stage.seq_len))
+        sequences = max(1, min(c.eval_tokens, 8192) // stage.seq_len)  # not by micro-batch: it is fixed
         batch = self.loader_of(self.val_file, sequences * stage.seq_len).step(
             0, stage.seq_len, stage.document_mask
         )
@@ -849,7 +856,7 @@ class Trainer:
             record = self.train_step(stage, will_log)
             self.step += 1
             if self.skipped_in_a_row >= c.max_skipped_steps:
-                raise RuntimeError(
+                raise Diverged(
                     f"{self.skipped_in_a_row} steps in a row had a non-finite loss or gradient, up to step "
                     f"{self.step}; look at the data, or start another run with --init_from={c.out_dir} "
                     "and a lower lr or proxy_lr"
@@ -1006,13 +1013,16 @@ def dry_run(config: Config, world: World, data_commands: Iterable[str]) -> None:
         tokens = max(1, (config.micro_batch_tokens or 16384) // stage.seq_len) * stage.seq_len
         size = 2 if compute_dtype(config, world)[0] == torch.bfloat16 else 4
         heads = config.n_head + 2 * config.n_kv_head + config.n_proxy_head + config.n_proxy_kv_head
-        layer = 4 * config.d_model + 2 * heads * config.head_dim + 4 * config.d_mlp
+        # While a layer runs its MLP takes mlp_chunk tokens; without checkpointing all of it is kept.
+        mlp = min(tokens, config.mlp_chunk) / tokens if config.activation_checkpoint else 1
+        layer = 4 * config.d_model + 2 * heads * config.head_dim + 4 * config.d_mlp * mlp
         kept = config.d_model if config.activation_checkpoint else layer
         if config.activation_offload:
             kept = 0
         activations = tokens * size * (kept * config.n_layer + layer) / 2**30
         world.say(
-            f"stage {i}: about {activations:.2f} GiB of activations a rank ({tokens:,} tokens a forward)"
+            f"stage {i}: about {activations:.2f} GiB of activations a rank "
+            f"({tokens:,} tokens a forward, {'bfloat16' if size == 2 else 'float32'})"
         )
 
 
@@ -1052,5 +1062,5 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ValueError as error:
+    except (ValueError, OSError, Diverged) as error:
         sys.exit(f"error: {error}")

@@ -182,7 +182,7 @@ class TokenWriter:
             self.abort()
             raise ValueError(
                 f"{self.path} would hold no document: give more text, or a val_share or seed that leaves "
-                "documents to train and val alike"
+                "documents to train and val alike; a file is one document unless --separator cuts it"
             )
         self._write(bytes(-self.n_tokens * self._dtype.itemsize % 8))
         self._write(np.array([0, *self._ends], "<i8"))

@@ -325,7 +325,7 @@ def test_evaluation_lines(finished):
     lines = metrics(finished, "proxy")
     assert [r["step"] for r in lines] == [s for s in due if s > ENDS[DENSE]]
     for r in lines:
-        assert r["kl_selected"] > 0 and r["kl_full"] > 0 and r["kl_rows"] == 16 * 256 // r_length(r)
+        assert r["kl_selected"] > 0 and r["kl_full"] > 0 and r["kl_rows"] == 16 * (416 // r_length(r))
         assert 0 < r["block_recall"] <= 1 and 0 < r["score_recall"] <= r["score_best"] <= 1
         assert 0 < r["recall_rows"] <= r["kl_rows"]
         assert np.mean(r["layer_kl_selected"]) == pytest.approx(r["kl_selected"])
@@ -788,7 +788,7 @@ def test_retrieval_set_must_fit(toy, tmp_path):
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_proxy_report_equals_naive(toy, tmp_path, monkeypatch, masked):
-    trainer = trainer_of(toy, tmp_path / "run", "--micro_batch_tokens=128")
+    trainer = trainer_of(toy, tmp_path / "run", "--eval_tokens=128")
     stage = Stage(steps=1, seq_len=64, attention="sparse", document_mask=masked)
     seen, batches = [], []
     recall, forward = model_file.attention_recall, train.Trainer.forward
