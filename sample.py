@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import msa
 from data import get_tokenizer
 from model import KVCache, Run, Transformer, load_run, load_weights, save_qwen3
 
@@ -153,6 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{args.out_dir}, step {run.step}, {attention} attention, {len(prompt)} prompt tokens, on {kind}",
         file=sys.stderr,
     )
+    msa.announce(kind)  # now, rather than in the middle of the text
     for i in range(args.num_samples):
         begin = time.perf_counter()
         tokens = generate(

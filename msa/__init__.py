@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import sys
 from collections.abc import Callable
 
@@ -41,7 +42,9 @@ __all__ = ["decode_attention", "dense_attention", "select_blocks", "sparse_atten
 
 @functools.cache
 def announce(device_type: str) -> None:
-    """Says once a process which implementation runs, and why."""
+    """Says once, on the first rank, which implementation runs, and why."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     why = "the kernels need an NVIDIA GPU" if device_type != "cuda" else "this version has no GPU kernels yet"
     print(f"msa: attention on {device_type} runs the PyTorch reference ({why})", file=sys.stderr, flush=True)
 
