@@ -11,7 +11,8 @@ INSTALL = $(VENV)/bin/python -m pip install -q -c constraints.txt
 
 train: $(VENV)/.train data/pysrc/train.bin
 	$(VENV)/bin/python train.py configs/quickstart.py
-	$(VENV)/bin/python sample.py --out_dir=out/quickstart --start="class " --temperature=0.6
+	$(VENV)/bin/python sample.py --out_dir=out/quickstart --num_samples=2 \
+		--start="$$(printf 'import os\n\nclass Path:\n    def ')"
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -m "not slow"
