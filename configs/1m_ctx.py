@@ -1,8 +1,8 @@
 # 400M parameters (350M in layers, 51M in the tied embedding) to 1M tokens of context.
 #     torchrun train.py configs/1m_ctx.py --dry_run   # stages, parameters, memory, data, and nothing else
 #     torchrun train.py configs/1m_ctx.py             # one GPU; --nproc_per_node=8 on a node: the same config
-# (A rank takes whole sequences today: 8 ranks go as far as the stage at 128K, beyond it they need raised
-# tokens_per_step.)
+# (A rank takes whole sequences today, so 8 ranks need tokens_per_step = 2**23, or a config without the last
+# two stages; train.py says so before it starts.)
 #
 # Tokens: 10B = 9539 steps of 2^20, 25 a parameter: 2B in warmup and 4B sparse at 8K, where they are cheap,
 # then 2B at 32K, 1B at 128K, and half a billion each (477 steps) at 512K and at 1M, where a step is 2
