@@ -583,8 +583,8 @@ class Trainer:
         batch = self.loader.step(self.step, stage.seq_len, stage.document_mask, world.rank, world.size)
         sequences, micro = batch.tokens.shape[0], self.micro_batch(stage)
         nll = torch.zeros((), device=world.device)
-        # Where the KL's value costs time it is for log lines only; compiled code must not change.
-        probe = self.kl_probe if will_log or world.device.type == "cuda" or self.compiles else None
+        # The KL's value costs the reference time: for log lines only, unless compiled code would change.
+        probe = self.kl_probe if will_log or self.compiles else None
         for begin in range(0, sequences, micro):
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(begin + micro >= sequences)

@@ -1,6 +1,6 @@
 # 400M parameters (350M in layers, 51M in the tied embedding) to 1M tokens of context.
 #     torchrun train.py configs/1m_ctx.py --dry_run   # stages, parameters, memory, data, and nothing else
-#     torchrun train.py configs/1m_ctx.py             # one GPU; --nproc_per_node=8 on a node: the same config
+#     torchrun train.py configs/1m_ctx.py             # one GPU
 # (A rank takes whole sequences today, so 8 ranks need tokens_per_step = 2**23, or a config without the last
 # two stages; train.py says so before it starts.)
 #

@@ -466,6 +466,14 @@ def test_pysrc(tmp_path, capsys, monkeypatch):
     with pytest.raises(ValueError, match="max_bytes is 10"):
         pysrc.main(["--max_bytes", "10", "--out", str(tmp_path / "c")])
     assert not (tmp_path / "c").exists()
+    # Cut documents hold the same tokens in the same order, whole packages after one another.
+    pysrc.main([*run, str(tmp_path / "d"), "--max_document", "1000"])
+    cut = data.TokenFile(tmp_path / "d" / "train.bin")
+    sizes = np.diff(cut.offsets)
+    assert sizes.max() == 1000 and cut.n_docs == sum(-(-n // 1000) for n in np.diff(train.offsets).tolist())
+    assert np.array_equal(cut.tokens, train.tokens)
+    with pytest.raises(ValueError, match="max_document is -1"):
+        pysrc.main([*run, str(tmp_path / "e"), "--max_document=-1"])
 
 
 def test_pysrc_groups_drops_and_splits(tmp_path, monkeypatch):

@@ -96,6 +96,10 @@ def main(argv: list[str] | None = None) -> None:
         help="tokens of a document: a larger package is cut into several; 0: it stays whole",
     )
     args = parser.parse_args(argv)
+    if args.max_document < 0:
+        raise ValueError(
+            f"max_document is {args.max_document}; it must be 0 (no limit) or a number of tokens"
+        )
     started = time.monotonic()
     tokenizer = data.get_tokenizer(args.tokenizer)
     packages = choose(find_packages(), args.max_bytes, args.val_share, args.seed)
