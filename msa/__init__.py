@@ -36,17 +36,56 @@ import torch
 from torch import Tensor
 
 from msa import reference
+from msa.flash_msa import flash_msa_func, flash_msa_warmup_func
 
-__all__ = ["decode_attention", "dense_attention", "select_blocks", "sparse_attention", "warmup_attention"]
+__all__ = [
+    "decode_attention",
+    "dense_attention",
+    "flash_msa_func",
+    "flash_msa_warmup_func",
+    "select_blocks",
+    "sparse_attention",
+    "warmup_attention",
+]
 
 
 @functools.cache
-def announce(device_type: str) -> None:
+def announce(device_type: str, why_reference: str | None = None) -> None:
     """Says once, on the first rank, which implementation runs, and why."""
     if os.environ.get("RANK", "0") != "0":
         return
-    why = "the kernels need an NVIDIA GPU" if device_type != "cuda" else "this version has no GPU kernels yet"
-    print(f"msa: attention on {device_type} runs the PyTorch reference ({why})", file=sys.stderr, flush=True)
+    if device_type != "cuda":
+        why_reference = "the kernels need an NVIDIA GPU"
+    what = "the Hopper kernels" if why_reference is None else f"the PyTorch reference ({why_reference})"
+    print(f"msa: attention on {device_type} runs {what}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def _no_kernels(device: torch.device) -> str | None:
+    """Why a device runs no kernels at all, None if it does."""
+    if device.type != "cuda":
+        return "the kernels need an NVIDIA GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return "the kernels need a Hopper GPU, capability 9.0; this one has {}.{}".format(*capability)
+    try:
+        import msa.hopper  # noqa: F401
+    except ImportError as error:
+        return f"{error}; pip install -c constraints.txt -e '.[hopper]' brings what the kernels need"
+    return None
+
+
+def _use_kernels(
+    queries: Tensor, block_size: int, slots: int | None, group: int = 1, proxy_kv_heads: int = 1
+) -> bool:
+    """Whether the kernels run a call; the first call of each kind says so, with the reason if not."""
+    why = _no_kernels(queries.device)
+    if why is None:
+        from msa import hopper
+
+        why = hopper.why_not(queries, block_size, slots, group, proxy_kv_heads)
+    announce(queries.device.type, why)
+    return why is None
 
 
 # ---- custom ops: what torch.compile and selective checkpointing see --------------------------------
@@ -62,13 +101,25 @@ def _select_blocks(
     scale: float,
     block_size: int,
 ) -> Tensor:
-    announce(q_proxy.device.type)
+    if _use_kernels(q_proxy, block_size, slots, proxy_kv_heads=k_proxy.shape[2]):
+        from msa import hopper
+
+        return hopper.select(q_proxy, k_proxy, doc_start_block, q_block, slots)
     return reference.select(q_proxy, k_proxy, doc_start_block, q_block, slots, scale, block_size)
 
 
 @_select_blocks.register_fake
 def _(q_proxy, k_proxy, doc_start_block, q_block, slots, scale, block_size):
     return q_proxy.new_empty(*q_proxy.shape[:3], slots, dtype=torch.int32)
+
+
+def _attention_uses_kernels(
+    q: Tensor, k_proxy: Tensor | None, block_indices: Tensor | None, block_size: int
+) -> bool:
+    slots, group = None, 1
+    if block_indices is not None:
+        slots, group = block_indices.shape[3], q.shape[2] // block_indices.shape[2]
+    return _use_kernels(q, block_size, slots, group, 1 if k_proxy is None else k_proxy.shape[2])
 
 
 @torch.library.custom_op("msa::attention", mutates_args=())
@@ -87,7 +138,10 @@ def _attention(
     materialize_kl: bool,
     check_indices: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    announce(q.device.type)
+    if _attention_uses_kernels(q, k_proxy, block_indices, block_size):
+        from msa import hopper
+
+        return hopper.forward(q, k, v, q_proxy, k_proxy, block_indices, scale, materialize_kl)
     if check_indices:
         reference.check_block_indices(block_indices, q_block, doc_start_block, block_size)
     return reference.forward(
@@ -127,6 +181,24 @@ def _attention_backward(
     block_size: int,
     need_kl: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if _attention_uses_kernels(q, k_proxy, block_indices, block_size):
+        from msa import hopper
+
+        return hopper.backward(
+            grad_out,
+            grad_kl,
+            q,
+            k,
+            v,
+            q_proxy,
+            k_proxy,
+            block_indices,
+            out,
+            lse,
+            lse_proxy,
+            scale,
+            need_kl,
+        )
     return reference.backward(
         grad_out,
         grad_kl,
@@ -526,5 +598,5 @@ def decode_attention(
     )
     slots = None if top_k is None else _slots(top_k, block_size)
     scale = _scale(scale, q.shape[3])
-    announce(q.device.type)
+    announce(q.device.type, "decoding one token is plain PyTorch everywhere")
     return reference.decode(q, k, v, q_proxy, k_proxy, lengths, slots, scale, block_size)
