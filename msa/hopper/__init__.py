@@ -110,8 +110,7 @@ class Call:
         self.block_indices = pad_rows(block_indices, self.seq_len, -1).view(-1)
         if q_proxy is not None:
             self.q_proxy, self.k_proxy = self.rows(q_proxy), pad_rows(k_proxy, keys).view(-1, BLOCK)
-        # What a kernel takes but, with the flags at hand, does not look at.
-        self.nothing = torch.zeros(4, device=q.device)
+        self.nothing = self.empty(4)  # what a kernel takes but, with the flags at hand, does not look at
 
     def rows(self, x: Tensor) -> Tensor:
         """(B, S, heads, D) -> (padded rows * heads, D)"""
@@ -190,7 +189,7 @@ def forward(
         out = torch.empty_like(call.q)
         lse = call.empty(call.batch, call.heads, call.seq_len)
         lse_proxy = call.empty(call.batch, call.proxy_heads, call.seq_len) if has_proxy else call.empty(0)
-        kl = torch.zeros(call.proxy_heads, device=call.device)
+        kl = torch.zeros(call.proxy_heads if materialize_kl else (), device=call.device)
         partial = call.partial()
         partial_lse, partial_lse_proxy = call.empty(partial.numel() // BLOCK), call.nothing
         for chunk in call.chunks():
@@ -220,7 +219,7 @@ def forward(
         n = call.n_queries
         return (
             call.unpad(out, call.heads, n),
-            kl.sum(),
+            kl.sum() if materialize_kl else kl,
             lse[..., :n].contiguous(),
             lse_proxy[..., :n].contiguous() if has_proxy else lse_proxy,
         )
@@ -253,12 +252,14 @@ def backward(
         dk, dv = (torch.empty_like(call.k) if main else call.empty(0) for _ in range(2))
         dq_proxy = torch.empty_like(call.q_proxy) if proxy_grads else call.empty(0)
         dk_proxy = torch.empty_like(call.k_proxy).view(-1, 1, BLOCK) if proxy_grads else call.empty(0)
-        kl = torch.zeros(proxy_heads if proxy else 0, device=call.device)
+        kl = call.empty(proxy_heads if proxy else 0)
         if not (main or proxy):
             return dq, dk, dv, dq_proxy, dk_proxy, kl
         padding = (0, call.seq_len - call.n_queries)
-        lse = aligned(pad(lse, padding)).view(-1)
-        lse_proxy = aligned(pad(lse_proxy, padding)).view(-1) if proxy else call.nothing
+        if padding[1]:
+            lse, lse_proxy = (pad(x, padding) if x.numel() else x for x in (lse, lse_proxy))
+        lse = aligned(lse).view(-1)
+        lse_proxy = aligned(lse_proxy).view(-1) if proxy else call.nothing
         out = call.rows(out)
         grad_out = call.rows(grad_out) if main else out
         factor = grad_kl.float().reshape(1) if proxy_grads else call.nothing
@@ -317,17 +318,12 @@ def select(
     """Eq. 6 and 7: block_indices (B, S, Hp, slots) int32, ranked in fp32, as `reference.select`."""
     with torch.cuda.device(q_proxy.device):
         batch, n_queries, _, _ = q_proxy.shape
-        tiles = -(-n_queries // BLOCK)
-        if q_block is None:
-            q_block = torch.arange(tiles, dtype=torch.int32, device=q_proxy.device)
-        if doc_start_block is None:
-            doc_start_block = torch.zeros(batch, tiles, dtype=torch.int32, device=q_proxy.device)
         rows = padded_length(batch, n_queries)
         chosen = select_blocks(
             pad_rows(q_proxy, rows),
             pad_rows(k_proxy, padded_length(batch, k_proxy.shape[1])),
-            aligned(q_block),
-            aligned(doc_start_block),
+            None if q_block is None else aligned(q_block),
+            None if doc_start_block is None else aligned(doc_start_block),
             slots,
         )
         return chosen if rows == n_queries else chosen[:, :n_queries].contiguous()

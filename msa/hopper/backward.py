@@ -17,7 +17,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 from quack import copy_utils, layout_utils, sm90_utils
 
 from msa.hopper import device, jit
@@ -601,7 +602,7 @@ class SumKeys:
         return (
             jit.tensor("f32", self.outputs * PART),  # parts, by item
             jit.tensor("i32"),  # bucket_items
-            jit.tensor("f32", self.outputs * PART),  # total: (blocks * key heads), in the parts' order
+            jit.tensor("f32", self.outputs * PART),  # total: (blocks of the chunk * key heads), as the parts
             jit.tensor("f32"),  # gradient of kl, one element
             jit.tensor("bf16", self.key_heads, BLOCK),  # first output: (keys, heads, D)
             jit.tensor("bf16", self.key_heads, BLOCK),  # second output
@@ -653,7 +654,7 @@ class SumKeys:
         offset = output * PART + (thread // 128) * (PART // 2) + quarter * 2048 + (thread % 128) * 4
         acc = cute.make_rmem_tensor(16, Float32)
         acc.fill(0.0)
-        at_total = Int64((first_block + block) * self.key_heads + head) * (self.outputs * PART) + offset
+        at_total = Int64(block * self.key_heads + head) * (self.outputs * PART) + offset
         if is_first == 0:
             load_quarter(total, at_total, acc)
         part = cute.make_rmem_tensor(16, Float32)

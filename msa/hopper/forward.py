@@ -16,7 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 from quack import copy_utils, layout_utils, sm90_utils
 
 from msa.hopper import device, jit

@@ -21,7 +21,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Int32, const_expr
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 from quack.utils import warp_prefix_sum
 from torch import Tensor
 
@@ -119,11 +119,9 @@ class BuildSchedule:
             jit.tensor("i32"),  # entries
             jit.tensor("i32", ITEM_FIELDS),  # items
             jit.tensor("i32"),  # bucket_items
-            jit.tensor("i32", 4),  # scratch: items by number
-            jit.tensor("i32"),  # scratch: counts (Hp, tiles, columns)
-            jit.tensor("i32"),  # local_counts (Hp * n_blocks)
-            jit.tensor("i32"),  # other_counts (Hp * n_blocks)
-            jit.tensor("i32"),  # other_starts (Hp * n_blocks)
+            jit.tensor(
+                "i32"
+            ),  # scratch: items by number, three numbers a bucket, counts (Hp, tiles, columns)
             Int32(1),  # n_rows
             Int32(0),  # row_offset
             Int32(1),  # seq_len
@@ -141,11 +139,7 @@ class BuildSchedule:
         entries: cute.Tensor,
         items: cute.Tensor,
         bucket_items: cute.Tensor,
-        numbered_items: cute.Tensor,
-        counts: cute.Tensor,
-        local_counts: cute.Tensor,
-        other_counts: cute.Tensor,
-        other_starts: cute.Tensor,
+        scratch: cute.Tensor,
         n_rows: Int32,
         row_offset: Int32,
         seq_len: Int32,
@@ -157,6 +151,16 @@ class BuildSchedule:
         stream,
     ):
         tiles = cute.ceil_div(n_rows, TILE)
+        # One buffer: an allocation costs the host as much as a launch. Items first: they are read by fours.
+        buckets = self.proxy_heads * n_blocks
+        n_items = items.shape[0]
+        pieces = []
+        numbered_items = cute.make_tensor(scratch.iterator, cute.make_layout((n_items, 4), stride=(4, 1)))
+        begin = n_items * 4
+        for size in (buckets, buckets, buckets, self.proxy_heads * tiles * columns):
+            pieces.append(cute.make_tensor(scratch.iterator + begin, cute.make_layout(size)))
+            begin = begin + size
+        local_counts, other_counts, other_starts, counts = pieces
         self.count(block_indices, counts, n_rows, row_offset, seq_len, key_blocks, columns).launch(
             grid=[tiles, self.proxy_heads, 1], block=[COUNT_THREADS, 1, 1], stream=stream
         )
@@ -569,7 +573,7 @@ def make_schedule(
     buckets = proxy_heads * chunk.n_blocks
 
     def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=block_indices.device)
+        return block_indices.new_empty(shape)
 
     schedule = Schedule(
         entries=empty(chunk.capacity),
@@ -583,11 +587,7 @@ def make_schedule(
         schedule.entries,
         schedule.items,
         schedule.bucket_items,
-        empty(chunk.max_items, 4),
-        empty(proxy_heads * chunk.tiles * chunk.columns),
-        empty(buckets),
-        empty(buckets),
-        empty(buckets),
+        empty(4 * chunk.max_items + 3 * buckets + proxy_heads * chunk.tiles * chunk.columns),
         n_rows,
         chunk.row_offset,
         seq_len,

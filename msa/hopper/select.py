@@ -12,6 +12,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
 from quack import copy_utils, layout_utils, sm90_utils
 
 from msa.hopper import device, jit
@@ -39,8 +40,8 @@ class Select:
         return (
             jit.tensor("bf16", self.proxy_heads, BLOCK),  # q_proxy (B * S, Hp, 128)
             jit.tensor("bf16", BLOCK),  # k_proxy (B * Sk, 128)
-            jit.tensor("i32"),  # q_block (query tiles of a sequence,)
-            jit.tensor("i32"),  # doc_start_block (B * query tiles of a sequence,)
+            jit.tensor("i32"),  # q_block (query tiles of a sequence,), or empty: 0, 1, ...
+            jit.tensor("i32"),  # doc_start_block (B * query tiles of a sequence,), or empty: all 0
             jit.tensor("i32", self.proxy_heads, self.slots),  # block_indices (B * S, Hp, slots), written
             Int32(1),  # B
             Int32(1),  # S
@@ -98,7 +99,7 @@ class Select:
                 layout,
                 Storage,
             ).launch(
-                grid=[batch * q_block.shape[0] * self.proxy_heads, 1, 1],
+                grid=[batch * cute.ceil_div(queries, BLOCK) * self.proxy_heads, 1, 1],
                 block=[CONSUMERS + 128, 1, 1],
                 stream=stream,
                 min_blocks_per_mp=1,
@@ -109,7 +110,9 @@ class Select:
         """With one slot there is nothing to rank: a thread writes its query's own block for all heads."""
         row = cute.arch.block_idx()[0] * LOCAL_THREADS + cute.arch.thread_idx()[0]
         if row < block_indices.shape[0]:
-            local = q_block[row % queries // BLOCK]
+            local = row % queries // BLOCK
+            if q_block.shape[0] > 0:
+                local = q_block[local]
             offset = Int64(row) * self.proxy_heads
             heads = device.global_pointer(block_indices, offset, Int32, align=4)
             heads = cute.make_tensor(heads, cute.make_layout(self.proxy_heads))
@@ -135,7 +138,7 @@ class Select:
         Storage: cutlass.Constexpr,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        storage = SmemAllocator().allocate(Storage)
         shared_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         shared_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         tile_bytes = cute.size_in_bytes(BFloat16, q_layout)
@@ -148,9 +151,12 @@ class Select:
         head = work % self.proxy_heads
         sequence = work // self.proxy_heads % batch
         tile = work // self.proxy_heads // batch
-        tile_of_batch = sequence * q_block.shape[0] + tile
-        local = q_block[tile]
-        first = doc_start_block[tile_of_batch]
+        tile_of_batch = sequence * cute.ceil_div(queries, BLOCK) + tile
+        local, first = tile, Int32(0)
+        if q_block.shape[0] > 0:
+            local = q_block[tile]
+        if doc_start_block.shape[0] > 0:
+            first = doc_start_block[tile_of_batch]
         count = local - first  # blocks to score
         pairs = (count + 1) // 2
 
@@ -361,8 +367,8 @@ class Select:
 def select_blocks(
     q_proxy: torch.Tensor,
     k_proxy: torch.Tensor,
-    q_block: torch.Tensor,
-    doc_start_block: torch.Tensor,
+    q_block: torch.Tensor | None,
+    doc_start_block: torch.Tensor | None,
     slots: int,
 ) -> torch.Tensor:
     """The local block and the best earlier blocks of its document for each query and proxy head.
@@ -373,11 +379,12 @@ def select_blocks(
     """
     batch, queries, heads, _ = q_proxy.shape
     block_indices = torch.empty(batch, queries, heads, slots, dtype=torch.int32, device=q_proxy.device)
+    nothing = block_indices.view(-1)[:0]
     jit.load(Select(heads, slots))(
         q_proxy.view(-1, heads, BLOCK),
         k_proxy.view(-1, BLOCK),
-        q_block,
-        doc_start_block.view(-1),
+        nothing if q_block is None else q_block,
+        nothing if doc_start_block is None else doc_start_block.view(-1),
         block_indices.view(-1, heads, slots),
         batch,
         queries,
