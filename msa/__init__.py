@@ -49,15 +49,18 @@ __all__ = [
 ]
 
 
-@functools.cache
 def announce(device_type: str, why_reference: str | None = None) -> None:
     """Says once, on the first rank, which implementation runs, and why."""
-    if os.environ.get("RANK", "0") != "0":
-        return
     if device_type != "cuda":
         why_reference = "the kernels need an NVIDIA GPU"
     what = "the Hopper kernels" if why_reference is None else f"the PyTorch reference ({why_reference})"
-    print(f"msa: attention on {device_type} runs {what}", file=sys.stderr, flush=True)
+    _say_once(f"msa: attention on {device_type} runs {what}")
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
 
 
 @functools.cache
@@ -76,14 +79,14 @@ def _no_kernels(device: torch.device) -> str | None:
 
 
 def _use_kernels(
-    queries: Tensor, block_size: int, slots: int | None, group: int = 1, proxy_kv_heads: int = 1
+    queries: Tensor, proxy_keys: Tensor | None, block_size: int, slots: int | None, group: int
 ) -> bool:
     """Whether the kernels run a call; the first call of each kind says so, with the reason if not."""
     why = _no_kernels(queries.device)
     if why is None:
         from msa import hopper
 
-        why = hopper.why_not(queries, block_size, slots, group, proxy_kv_heads)
+        why = hopper.why_not(queries, proxy_keys, block_size, slots, group)
     announce(queries.device.type, why)
     return why is None
 
@@ -115,7 +118,7 @@ def _select_blocks(
     scale: float,
     block_size: int,
 ) -> Tensor:
-    if _use_kernels(q_proxy, block_size, slots, proxy_kv_heads=k_proxy.shape[2]):
+    if _use_kernels(q_proxy, k_proxy, block_size, slots, group=1):
         from msa import hopper
 
         return hopper.select(q_proxy, k_proxy, doc_start_block, q_block, slots)
@@ -128,12 +131,24 @@ def _(q_proxy, k_proxy, doc_start_block, q_block, slots, scale, block_size):
 
 
 def _attention_uses_kernels(
-    q: Tensor, k_proxy: Tensor | None, block_indices: Tensor | None, block_size: int
+    q: Tensor,
+    k: Tensor,
+    q_proxy: Tensor | None,
+    k_proxy: Tensor | None,
+    block_indices: Tensor | None,
+    doc_start_block: Tensor | None,
+    q_block: Tensor | None,
+    block_size: int,
 ) -> bool:
-    slots, group = None, 1
     if block_indices is not None:
-        slots, group = block_indices.shape[3], q.shape[2] // block_indices.shape[2]
-    return _use_kernels(q, block_size, slots, group, 1 if k_proxy is None else k_proxy.shape[2])
+        group, slots = q.shape[2] // block_indices.shape[2], block_indices.shape[3]
+        return _use_kernels(q, k_proxy, block_size, slots, group)
+    earlier = 0 if q_block is None else k.shape[1] - q.shape[1]
+    if q.device.type == "cuda" and earlier and (doc_start_block is not None or earlier % block_size):
+        announce("cuda", "dense kernels take pieces of a sequence only without documents, and whole blocks")
+        return False
+    group = 1 if q_proxy is None else q.shape[2] // q_proxy.shape[2]
+    return _use_kernels(q, k_proxy, block_size, None, group)
 
 
 @_op
@@ -152,10 +167,14 @@ def _attention(
     materialize_kl: bool,
     check_indices: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if _attention_uses_kernels(q, k_proxy, block_indices, block_size):
+    if _attention_uses_kernels(q, k, q_proxy, k_proxy, block_indices, doc_start_block, q_block, block_size):
         from msa import hopper
 
-        return hopper.forward(q, k, v, q_proxy, k_proxy, block_indices, scale, materialize_kl)
+        if block_indices is not None:
+            return hopper.forward(q, k, v, q_proxy, k_proxy, block_indices, scale, materialize_kl)
+        return hopper.dense.forward(
+            q, k, v, q_proxy, k_proxy, doc_start_block, q_block, scale, materialize_kl
+        )
     if check_indices:
         reference.check_block_indices(block_indices, q_block, doc_start_block, block_size)
     return reference.forward(
@@ -195,24 +214,13 @@ def _attention_backward(
     block_size: int,
     need_kl: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if _attention_uses_kernels(q, k_proxy, block_indices, block_size):
+    if _attention_uses_kernels(q, k, q_proxy, k_proxy, block_indices, doc_start_block, q_block, block_size):
         from msa import hopper
 
-        return hopper.backward(
-            grad_out,
-            grad_kl,
-            q,
-            k,
-            v,
-            q_proxy,
-            k_proxy,
-            block_indices,
-            out,
-            lse,
-            lse_proxy,
-            scale,
-            need_kl,
-        )
+        grads, saved = (grad_out, grad_kl), (out, lse, lse_proxy, scale, need_kl)
+        if block_indices is not None:
+            return hopper.backward(*grads, q, k, v, q_proxy, k_proxy, block_indices, *saved)
+        return hopper.dense.backward(*grads, q, k, v, q_proxy, k_proxy, doc_start_block, q_block, *saved)
     return reference.backward(
         grad_out,
         grad_kl,
@@ -269,6 +277,23 @@ def _backward(ctx, grad_out, grad_kl, grad_lse, grad_lse_proxy):
 
 
 torch.library.register_autograd("msa::attention", _backward, setup_context=_save_for_backward, lib=_library)
+
+
+class _Attend(torch.autograd.Function):
+    """The op's autograd where nothing is traced: `register_autograd`'s own costs the host 0.1 ms a call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _attention(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
+
+
+def _attend(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op msa::attention."""
+    return _attention(*inputs) if torch.compiler.is_compiling() else _Attend.apply(*inputs)
 
 
 # ---- checks of what is known without looking at values ----------------------------------------------
@@ -490,7 +515,7 @@ def sparse_attention(
         _check_int32("block_indices", block_indices, shape, q.device)
         _check_heads(q.shape[2], k.shape[2], heads, "block_indices")
         check_indices = True
-    out, kl, _, _ = _attention(
+    out, kl, _, _ = _attend(
         q,
         k,
         v,
@@ -531,7 +556,7 @@ def warmup_attention(
     _check_probe(kl_probe, q_proxy.shape[2], q)
     scale = _scale(scale, q.shape[3])
     _check_places("q", q, k.shape[1], doc_start_block, q_block, block_size)
-    out, kl, _, _ = _attention(
+    out, kl, _, _ = _attend(
         q,
         k,
         v,
@@ -564,7 +589,7 @@ def dense_attention(
     _check_heads(q.shape[2], k.shape[2], k.shape[2], "k")
     scale = _scale(scale, q.shape[3])
     _check_places("q", q, k.shape[1], doc_start_block, q_block, block_size)
-    out, _, _, _ = _attention(
+    out, _, _, _ = _attend(
         q, k, v, None, None, None, doc_start_block, q_block, None, scale, block_size, False, False
     )
     return out

@@ -77,6 +77,22 @@ def load_vector(pointer, values):
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(cute.size(values))), values)
 
 
+@dsl_user_op
+def add_vector(pointer, values, *, loc=None, ip=None):
+    """Adds four fp32 to memory, atomically each. Nothing waits for it."""
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value()]
+    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in values]
+    llvm.inline_asm(
+        None,
+        operands,
+        "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+        "l,f,f,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
 def bulk_load(destination, source, num_bytes, barrier):
     """An asynchronous copy of `num_bytes` (a multiple of 16) to shared memory that signals a barrier."""
     cute.arch.inline_ptx(

@@ -47,6 +47,13 @@ def tensor(dtype: str, *shape: int) -> Any:
     return cute.runtime.make_fake_compact_tensor(DTYPES[dtype], dims, stride_order=order, assumed_align=16)
 
 
+def batch(dtype: str, *shape: int) -> Any:
+    """A stand-in for a contiguous tensor (batch, length, *shape)."""
+    dims = (cute.sym_int(), cute.sym_int(), *shape)
+    order = tuple(reversed(range(len(dims))))
+    return cute.runtime.make_fake_compact_tensor(DTYPES[dtype], dims, stride_order=order, assumed_align=16)
+
+
 def stream() -> Any:
     """A stand-in for the stream, which a compiled kernel takes from PyTorch by itself."""
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -63,14 +63,21 @@ class Chunk(NamedTuple):
     first_block: int
     n_blocks: int
     columns: int  # key blocks that one tile of rows can meet
-    capacity: int
+    capacity: int  # of entries
     max_items: int
+    scratch: int  # int32s: items by number, three numbers a bucket, counts (Hp, tiles, columns)
 
     @staticmethod
     def of(
-        block_indices: Tensor, first_row: int, n_rows: int, seq_len: int, key_blocks: int, cap: int
+        rows: int,
+        proxy_heads: int,
+        slots: int,
+        first_row: int,
+        n_rows: int,
+        seq_len: int,
+        key_blocks: int,
+        cap: int,
     ) -> "Chunk":
-        rows, proxy_heads, slots = block_indices.shape
         row_offset, last_row = first_row % seq_len, first_row + n_rows
         sequences = (row_offset + n_rows - 1) // seq_len + 1
         if first_row % BLOCK or not 0 < n_rows <= 1 << QUERY_BITS or first_row < 0 or last_row > rows:
@@ -82,7 +89,7 @@ class Chunk(NamedTuple):
         if cap % BLOCK or not 0 < cap <= MAX_CAP:
             raise ValueError(f"cap is {cap}; allowed are multiples of {BLOCK} up to {MAX_CAP}")
         if not 0 < slots <= 32 or proxy_heads >= 1 << 15:
-            raise ValueError(f"block_indices {tuple(block_indices.shape)}: at most 32 slots and 32767 heads")
+            raise ValueError(f"block_indices: {slots} slots and {proxy_heads} heads; at most 32 and 32767")
         tiles = -(-n_rows // TILE)
         n_blocks = sequences * key_blocks
         columns = min(sequences, TILE // seq_len + 2) * key_blocks
@@ -98,6 +105,7 @@ class Chunk(NamedTuple):
             # A list of c > 0 entries makes ceil(c / cap) = 1 + floor((c - 1) / cap) items, so all of them
             # together at most one a bucket, and floor(total / cap) more.
             max_items=buckets + total // cap,
+            scratch=4 * (buckets + total // cap) + 3 * buckets + proxy_heads * tiles * columns,
         )
         if max(chunk.capacity, proxy_heads * tiles * columns) >= 2**31:
             raise ValueError(f"chunk of {n_rows} rows: its lists pass 2^31 entries, take fewer rows")
@@ -119,9 +127,7 @@ class BuildSchedule:
             jit.tensor("i32"),  # entries
             jit.tensor("i32", ITEM_FIELDS),  # items
             jit.tensor("i32"),  # bucket_items
-            jit.tensor(
-                "i32"
-            ),  # scratch: items by number, three numbers a bucket, counts (Hp, tiles, columns)
+            jit.tensor("i32"),  # scratch, of Chunk.scratch
             Int32(1),  # n_rows
             Int32(0),  # row_offset
             Int32(1),  # seq_len
@@ -568,7 +574,7 @@ def make_schedule(
     which only the end of a sequence may hold. seq_len = S, key_blocks = key blocks a sequence. Lists longer
     than cap are split evenly. The caller sees to contiguity and to what block_indices holds.
     """
-    chunk = Chunk.of(block_indices, first_row, n_rows, seq_len, key_blocks, cap)
+    chunk = Chunk.of(*block_indices.shape, first_row, n_rows, seq_len, key_blocks, cap)
     _, proxy_heads, slots = block_indices.shape
     buckets = proxy_heads * chunk.n_blocks
 
@@ -587,7 +593,7 @@ def make_schedule(
         schedule.entries,
         schedule.items,
         schedule.bucket_items,
-        empty(4 * chunk.max_items + 3 * buckets + proxy_heads * chunk.tiles * chunk.columns),
+        empty(chunk.scratch),
         n_rows,
         chunk.row_offset,
         seq_len,
@@ -607,7 +613,7 @@ def schedule_reference(
 
     Where that leaves memory as it was (between the lists, and behind the last item), this has -1.
     """
-    chunk = Chunk.of(block_indices, first_row, n_rows, seq_len, key_blocks, cap)
+    chunk = Chunk.of(*block_indices.shape, first_row, n_rows, seq_len, key_blocks, cap)
     proxy_heads, kind = block_indices.shape[1], {"dtype": torch.int32, "device": block_indices.device}
     buckets = proxy_heads * chunk.n_blocks
     indices = block_indices[first_row : first_row + n_rows].long()
