@@ -10,9 +10,13 @@ input, so that the KL trains the proxy alone and the language-model loss never r
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import json
-from contextlib import nullcontext
+import os
+import pickle
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -348,7 +352,7 @@ class Transformer(nn.Module):
         kl = x.new_zeros((), dtype=torch.float32)
         for i, layer in enumerate(self.model["layers"]):
             offloads = self.config.activation_offload and torch.is_grad_enabled()
-            with offload(x) if offloads else nullcontext():
+            with offload(x) if offloads else contextlib.nullcontext():
                 x, layer_kl = layer(x, context, None if kl_probe is None else kl_probe[i])
             kl = kl + layer_kl
         x = self.model["norm"](x)
@@ -404,23 +408,42 @@ def qwen3_config(config: Config, rope_theta: float, context: int) -> dict:
     }
 
 
+_QWEN3_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"),
+)
+
+
 def save_qwen3(
     state: dict[str, Tensor], config: Config, folder: str | Path, rope_theta: float, context: int
 ) -> None:
-    """Writes config.json, model.safetensors and, since a Qwen3 has no place for it, proxy.safetensors."""
+    """Writes config.json, model.safetensors and, since a Qwen3 has no place for it, proxy.safetensors.
+
+    They are written beside and renamed together; an OSError where the disk refuses leaves what was there.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     dense = {n: w.contiguous() for n, w in state.items() if not is_proxy(n)}
     if config.tie_embeddings:
         dense.pop("lm_head.weight", None)
     proxy = {n: w.contiguous() for n, w in state.items() if is_proxy(n)}
     text = json.dumps(qwen3_config(config, rope_theta, context), indent=2)
-    (folder / "config.json").write_text(text + "\n")
-    save_file(dense, folder / "model.safetensors", metadata={"format": "pt"})
-    if proxy:
-        save_file(proxy, folder / "proxy.safetensors", metadata={"format": "pt"})
+    files = {"model.safetensors": dense} | ({"proxy.safetensors": proxy} if proxy else {})
+    names = [*files, "config.json"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, tensors in files.items():
+            save_file(tensors, folder / f"{name}.new", metadata={"format": "pt"})
+        (folder / "config.json.new").write_text(text + "\n")
+        for name in names:
+            os.replace(folder / f"{name}.new", folder / name)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            for name in names:
+                (folder / f"{name}.new").unlink(missing_ok=True)
+        raise OSError(f"cannot write {folder}: {error}; see that it may be written and has space") from error
 
 
 def load_qwen3(folder: str | Path, config: Config) -> dict[str, Tensor]:
@@ -428,14 +451,21 @@ def load_qwen3(folder: str | Path, config: Config) -> dict[str, Tensor]:
 
     A ValueError names every field of `config` that the folder's config.json contradicts.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     folder = Path(folder)
-    theirs = json.loads((folder / "config.json").read_text())
+    try:
+        theirs = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"init_from: {folder}/config.json is no JSON ({error}); get it again") from error
     if theirs.get("model_type") != "qwen3":
         raise ValueError(
             f"init_from: {folder} holds a {theirs.get('model_type')!r}, only 'qwen3' can be loaded"
         )
+    lacking = [key for key in _QWEN3_KEYS if key not in theirs]
+    if lacking:
+        raise ValueError(f"init_from: {folder}/config.json lacks {', '.join(lacking)}; get it again")
     heads = theirs["num_attention_heads"]
     parameters = theirs.get("rope_parameters") or {}
     fields = {
@@ -461,14 +491,22 @@ def load_qwen3(folder: str | Path, config: Config) -> dict[str, Tensor]:
         )
     state: dict[str, Tensor] = {}
     for file in sorted(folder.glob("model*.safetensors")) + sorted(folder.glob("proxy.safetensors")):
-        state.update(load_file(file))
+        try:
+            state.update(load_file(file))
+        except SafetensorError as error:
+            raise ValueError(f"init_from: {file} is cut short or damaged ({error}); get it again") from error
     if not state:
         raise ValueError(f"init_from: {folder} holds no model*.safetensors")
     return {name: weight.float() for name, weight in state.items()}
 
 
-def load_weights(model: Transformer, state: dict[str, Tensor], source: str) -> list[str]:
-    """Copies `state` in; a proxy that `state` lacks keeps its initialisation. Returns those names."""
+def load_weights(
+    model: Transformer, state: dict[str, Tensor], source: str, argument: str = "init_from"
+) -> list[str]:
+    """Copies `state` in; a proxy that `state` lacks keeps its initialisation. Returns those names.
+
+    A ValueError names `argument` and `source` where the weights are of another model.
+    """
     state = dict(state)
     if model.config.tie_embeddings:
         state.pop("lm_head.weight", None)
@@ -476,13 +514,17 @@ def load_weights(model: Transformer, state: dict[str, Tensor], source: str) -> l
     for name, weight in state.items():
         if name in own and weight.shape != own[name].shape:
             raise ValueError(
-                f"init_from: {name} is {tuple(weight.shape)} in {source}, {tuple(own[name].shape)} here"
+                f"{argument}: {name} is {tuple(weight.shape)} in {source}, {tuple(own[name].shape)} here; "
+                "set the fields of the model as they were there"
             )
     unknown = [n for n in state if n not in own and not is_proxy(n)]
     missing = [n for n in own if n not in state]
     lacking = [n for n in missing if not is_proxy(n)]
     if unknown or lacking:
-        raise ValueError(f"init_from: {source} lacks {lacking[:5]} and has unknown {unknown[:5]}")
+        raise ValueError(
+            f"{argument}: {source} lacks {lacking[:5]} and has unknown {unknown[:5]}; set the fields of the "
+            "model as they were there"
+        )
     with torch.no_grad():
         for name, weight in state.items():
             if name in own:
@@ -500,11 +542,69 @@ class Run(NamedTuple):
     state: dict[str, Tensor]  # parameters, fp32, on the CPU
 
 
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that was cut short."""
+
+
+def checkpoints(out_dir: str | Path) -> list[Path]:
+    """Those of a run, the newest first: checkpoint.pt, then checkpoint_STEP.pt, which were kept."""
+    folder = Path(out_dir)
+    older = [p for p in folder.glob("checkpoint_*.pt") if p.stem.removeprefix("checkpoint_").isdigit()]
+    older.sort(key=lambda p: int(p.stem.removeprefix("checkpoint_")), reverse=True)
+    newest = folder / "checkpoint.pt"
+    return [newest, *older] if newest.exists() else older
+
+
+def read_checkpoint(file: str | Path) -> dict:
+    """What train.py saved, its tensors mapped from the file. ValueError if it is damaged or anything else."""
+    advice = "put a whole copy in its place, delete it to start over, or name another run"
+    try:
+        saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"checkpoint {file} holds more than tensors and plain values, which may be code, so it is not "
+            f"loaded; {advice}"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # of a seek in a file cut short
+            raise
+        raise DamagedCheckpoint(f"checkpoint {file} is cut short or damaged; {advice}") from error
+    for key in ("format", "config", "stage", "step", "data", "model"):
+        if not isinstance(saved, dict) or key not in saved:
+            raise ValueError(f"checkpoint {file} was not saved by train.py, it has no {key!r}; {advice}")
+    return saved
+
+
+def load_checkpoint(out_dir: str | Path) -> dict | None:
+    """The newest checkpoint of a run that is whole; None where there is none. ValueError if all are bad."""
+    damaged = []
+    for file in checkpoints(out_dir):
+        try:
+            saved = read_checkpoint(file)
+        except DamagedCheckpoint as error:
+            damaged.append(error)
+            continue
+        if damaged:
+            skipped = ", ".join(p.name for p in checkpoints(out_dir)[: len(damaged)])
+            print(
+                f"{out_dir}: {skipped} cut short or damaged; {file.name}, of step {saved['step']}, instead",
+                file=sys.stderr,
+            )
+        return saved
+    if damaged:
+        raise damaged[0]
+    return None
+
+
 def load_run(out_dir: str | Path) -> Run:
     """Reads the checkpoint of a run, without its optimizer. Raises ValueError where there is none."""
-    file = Path(out_dir) / "checkpoint.pt"
-    if not file.exists():
+    saved = load_checkpoint(out_dir)
+    if saved is None:
+        if (Path(out_dir) / "config.json").exists():
+            raise ValueError(
+                f"out_dir: {out_dir} has no checkpoint.pt yet; a run saves every checkpoint_interval steps, "
+                "at its end and on SIGTERM: wait for that"
+            )
         raise ValueError(f"out_dir: {out_dir} holds no checkpoint.pt; train first, or name another run")
-    saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     config = from_dict(saved["config"])
     return Run(config, config.stages[saved["stage"]], saved["step"], saved["data"], saved["model"])

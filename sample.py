@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 import msa
-from data import get_tokenizer
+from data import get_tokenizer, run_script
 from model import KVCache, Run, Transformer, load_run, load_weights, save_qwen3
 
 
 def build(run: Run, device: torch.device) -> Transformer:
     """The model of a run, on `device`, in bfloat16 on GPUs that have it."""
     model = Transformer(run.config)
-    load_weights(model, run.state, "the checkpoint")
+    load_weights(model, run.state, "its checkpoint", "out_dir")
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         model.compute_dtype = torch.bfloat16
     return model.to(device).eval()
@@ -66,10 +66,17 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yields the next token of every prompt, (B,) int64, max_new_tokens times. Prompts may differ in length.
 
+    ValueError on an empty prompt, or one with a token outside 0..vocab_size-1.
     Ids from vocab_size on are padding of the embedding and never drawn. attention: "sparse" or "dense".
     """
     if not prompts or min(map(len, prompts)) == 0:
         raise ValueError("prompts: at least one, each of at least one token")
+    for prompt in prompts:
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError(
+                f"prompts: tokens lie in {min(prompt)}..{max(prompt)}, the vocabulary in "
+                f"0..{vocab_size - 1}; encode the text with the tokenizer of the run"
+            )
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -117,6 +124,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def read_start(start: str) -> str:
+    """The prompt of --start, from its file if it names one."""
+    if not start.startswith("FILE:"):
+        return start
+    try:
+        return Path(start.removeprefix("FILE:")).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--start={start}: {error}; name a file of UTF-8 text") from error
+
+
 def stream_text(tokenizer, eos: int, prompt: list[int], tokens: Iterator[Tensor]) -> int:
     """Prints the prompt and what follows in whole characters, until EOS; returns how many tokens came."""
     sys.stdout.write(tokenizer.decode(prompt))
@@ -145,15 +162,22 @@ def main(argv: list[str] | None = None) -> None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(run, torch.device(kind))
     tokenizer = get_tokenizer(run.data["tokenizer"])
-    text = args.start
-    if text.startswith("FILE:"):
-        text = Path(text.removeprefix("FILE:")).read_text(encoding="utf-8")
-    prompt = tokenizer.encode_ordinary(text) or [run.data["eos"]]
+    prompt = tokenizer.encode_ordinary(read_start(args.start)) or [run.data["eos"]]
+    if len(prompt) > run.stage.seq_len:
+        raise ValueError(
+            f"--start has {len(prompt):,} tokens, and the run has trained on sequences of "
+            f"{run.stage.seq_len:,}; shorten it"
+        )
     attention = args.attention or ("sparse" if run.stage.attention == "sparse" else "dense")
     print(
         f"{args.out_dir}, step {run.step}, {attention} attention, {len(prompt)} prompt tokens, on {kind}",
         file=sys.stderr,
     )
+    if len(prompt) + args.max_new_tokens > run.stage.seq_len:
+        print(
+            f"the run knows no places behind token {run.stage.seq_len:,}: expect little there",
+            file=sys.stderr,
+        )
     msa.announce(kind)  # now, rather than in the middle of the text
     for i in range(args.num_samples):
         begin = time.perf_counter()
@@ -175,7 +199,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

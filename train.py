@@ -6,25 +6,31 @@
     python train.py --help                                         # every field
 
 The same command continues a run that stopped. `out_dir` receives config.json, metrics.jsonl, checkpoint.pt
-and curves.png.
+(and those before it) and curves.png. Exit codes: 0 done or stopped by a signal, 1 the run could not go on,
+2 bad input.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import dataclasses
 import json
 import math
+import mmap
 import os
 import resource
 import secrets
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -35,7 +41,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from configs import Config, Stage, describe, from_dict, load_config, stage_steps, to_dict
 from data import Batch, Loader, Stream, TokenFile, find_dataset
-from model import IGNORE, Transformer, is_proxy, load_qwen3, load_run, load_weights
+from model import (
+    IGNORE,
+    Transformer,
+    checkpoints,
+    is_proxy,
+    load_checkpoint,
+    load_qwen3,
+    load_run,
+    load_weights,
+)
 
 PEAK_TFLOPS = {  # dense bf16, of the data sheets; a GPU that is not here has no MFU
     "GH200": 989,
@@ -48,6 +63,10 @@ PEAK_TFLOPS = {  # dense bf16, of the data sheets; a GPU that is not here has no
     "RTX 4090": 165,
 }
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+KEPT_CHECKPOINTS = 3  # checkpoint.pt and those before it
+RANK_TIMEOUT = 600  # seconds that the ranks wait for one of them: more than a step, a save, a compilation
+SILENCE = 20  # seconds without a beat after which a rank is gone; torchrun kills the others after 30
+WANDB_TIMEOUT = 60  # seconds that the end of a run waits for wandb
 # What a resumed run may change: nothing here moves a weight.
 FREE_FIELDS = {
     *("out_dir", "dataset", "device", "compile", "init_from", "dry_run", "curves", "retrieval_sets"),
@@ -57,23 +76,150 @@ FREE_FIELDS = {
 }
 
 
+class RunError(RuntimeError):
+    """The run cannot go on, on any rank; the message says why, what is left of it and what to do."""
+
+
 # ---- ranks and devices ------------------------------------------------------------------------------
 
 
-class World(NamedTuple):
+class Watch:
+    """Names the rank that the others wait for: every rank beats into the store, with the place it is at.
+
+    A collective itself does not know whom it waits for, and over NCCL it may wait for ever. Time is counted
+    in beats of one's own, so that processes that were all suspended don't take each other for dead.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.count = 0  # of the beats
+        self.place, self.doing = 0, "the start"  # the count of `at` is alike on all ranks
+        self.last_checkpoint = "no checkpoint yet"
+        self.left, self.ending = threading.Event(), threading.Lock()
+        self.beat()
+
+    def start(self) -> None:
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+
+    def at(self, doing: str) -> None:
+        self.place, self.doing = self.place + 1, doing
+
+    def beat(self) -> None:
+        self.count += 1
+        self.store.set(f"rank{self.rank}", f"{self.count} {self.place}")
+
+    def beats(self) -> list[list[str]]:
+        """[count, place] of every rank; [] of one that left in good order."""
+        return [v.decode().split() for v in self.store.multi_get([f"rank{r}" for r in range(self.size)])]
+
+    def watch(self) -> None:
+        neighbour = f"rank{(self.rank + 1) % self.size}"  # each its own: the store has little to do
+        heard, place, since_heard, since_moved = b"", 0, 0, 0
+        try:
+            while not self.left.wait(1.0):
+                self.beat()
+                now = self.store.get(neighbour)
+                since_heard = since_heard + 1 if now == heard and now else 0
+                since_moved = since_moved + 1 if self.place == place else 0
+                heard, place = now, self.place
+                if self.store.check(["failed"]):
+                    self.end(None)
+                if since_heard >= SILENCE or since_moved >= RANK_TIMEOUT:
+                    self.end(self.explain(self.silent()))
+        except RuntimeError as error:  # the store's
+            if not self.left.is_set():
+                self.end(self.orphaned(error))
+
+    def blame(self) -> str | None:
+        """Which rank is gone; None if all are there."""
+        try:
+            silent = self.silent()
+            return self.explain(silent) if silent else None
+        except RuntimeError as error:
+            return self.orphaned(error)
+
+    def silent(self) -> list[int]:
+        """The ranks that do not beat."""
+        before = self.beats()
+        for _ in range(4):  # here the beats may come from this very thread
+            time.sleep(1.0)
+            self.beat()
+        return [r for r, (a, b) in enumerate(zip(before, self.beats(), strict=True)) if a and a == b]
+
+    def explain(self, silent: list[int]) -> str:
+        """Which ranks the others wait for: those that are silent, or else those that came least far."""
+        ranks, what = silent, "gave no sign of life: it was killed, or its machine hangs"
+        if not ranks:
+            places = [int(beat[1]) if beat else math.inf for beat in self.beats()]
+            ranks = [r for r, place in enumerate(places) if place == min(places)]
+            what = f"did not move for {RANK_TIMEOUT} s"
+        if len(ranks) == self.size:
+            what += ", and all are at the same place: look at the network between them, and at their GPUs"
+        names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.size}"
+        return f"{names} {what}; rank {self.rank} was at {self.doing}; {self.hint()}"
+
+    def orphaned(self, error: RuntimeError) -> str:
+        why = str(error).partition("\n")[0]
+        return f"torchrun or rank 0, which coordinates the ranks, is gone ({why}); {self.hint()}"
+
+    def hint(self) -> str:
+        return f"{self.last_checkpoint}; the same command continues from there"
+
+    def leave(self, failed: bool) -> None:
+        """The end of this rank; where it failed, the others are to end too."""
+        self.left.set()
+        self.thread.join()
+        with contextlib.suppress(RuntimeError):  # the store may be gone before us
+            self.store.set(f"rank{self.rank}", "")
+            if failed:
+                self.store.set("failed", "")
+
+    def end(self, message: str | None) -> None:
+        """Of the process, whatever its main thread waits for; the first rank to find out says why."""
+        self.ending.acquire()  # two threads may find out
+        with contextlib.suppress(RuntimeError):
+            if message and self.store.add("said", 1) > 1:
+                message = None
+            self.store.set("failed", "")
+        if message:
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+@dataclasses.dataclass
+class World:
     rank: int
     size: int
     device: torch.device
+    watch: Watch | None = None
+    doing: str = "the start"
 
     def say(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
+
+    def at(self, doing: str) -> None:
+        """Notes what all ranks do next, for the message if that fails, or if one of them doesn't."""
+        self.doing = doing
+        if self.watch is not None:
+            self.watch.at(doing)
 
     def sum(self, x: Tensor) -> Tensor:
         """All-reduced in place over the ranks."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
+
+
+@contextlib.contextmanager
+def blocked(number: int) -> Iterator[None]:
+    """A signal waits, in this thread and in the processes that it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def join_world(config: Config) -> World:
@@ -88,9 +234,37 @@ def join_world(config: Config) -> World:
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    if size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    return World(rank, size, device)
+    watch = None
+    if size > 1:
+        store, rank, size = next(dist.rendezvous("env://"))
+        watch = Watch(dist.PrefixStore("watch", store.clone()), rank, size)  # a connection of its own
+        if not dist.is_initialized():
+            backend = "nccl" if kind == "cuda" else "gloo"
+            timeout = timedelta(seconds=RANK_TIMEOUT + 60)  # later than the watch, which knows more
+            store = dist.PrefixStore("group", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        watch.start()
+    return World(rank, size, device, watch)
+
+
+def check_agreement(world: World, facts: dict[str, object]) -> None:
+    """ValueError, on every rank, where the ranks would not train the same run."""
+    if world.size == 1:
+        return
+    everyone: list[dict[str, object]] = [{}] * world.size
+    dist.all_gather_object(everyone, facts)
+    wrong = [
+        f"{name} is {value!r} on rank 0, {theirs.get(name)!r} on rank {rank}"
+        for rank, theirs in enumerate(everyone)
+        for name, value in everyone[0].items()
+        if theirs.get(name) != value
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ValueError(
+            f"the ranks disagree: {'; '.join(wrong[:8])}{more}. Give all of them the same command, config "
+            "file, data and out_dir"
+        )
 
 
 def compute_dtype(config: Config, world: World) -> tuple[torch.dtype, str]:
@@ -223,13 +397,50 @@ def make_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opti
 # ---- checkpoints: whole tensors by name, so that any world size reads them -----------------------------
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """A kill at any moment leaves either the old file or the new one."""
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """A kill at any moment, or a cut of power, leaves either the old file or the new one."""
     beside = path.with_name(path.name + ".new")
-    write(beside)
-    with open(beside, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)  # its space may be what others lack
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def write_tensors(state: dict, file: BinaryIO) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:  # the zip writer's, over the error that matters
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def keep_older(out_dir: Path, step: int) -> None:
+    """Gives checkpoint.pt, of `step`, a name under which it outlives the next."""
+    newest, kept = out_dir / "checkpoint.pt", out_dir / f"checkpoint_{step}.pt"
+    if not newest.exists() or kept.exists():
+        return
+    try:
+        os.link(newest, kept)
+    except OSError:  # a file system without hard links: for a moment only `kept` is there, which is enough
+        os.replace(newest, kept)
+
+
+def drop_oldest(out_dir: Path, step: int) -> None:
+    """Leaves KEPT_CHECKPOINTS of them, the last of `step`; later ones were damaged, or are given up."""
+    steps = sorted(int(p.stem.removeprefix("checkpoint_")) for p in checkpoints(out_dir) if "_" in p.stem)
+    earlier = [s for s in steps if s < step]
+    for s in [*earlier[: max(0, len(earlier) - KEPT_CHECKPOINTS + 1)], *(s for s in steps if s > step)]:
+        (out_dir / f"checkpoint_{s}.pt").unlink()
 
 
 def gather_state(
@@ -258,15 +469,28 @@ def like(param: Tensor, value: Tensor) -> Tensor:
     return value
 
 
+def forget(mapped: Tensor) -> None:
+    """Gives back the pages of a memory-mapped tensor: else a resume would need a checkpoint's size more."""
+    begin = -(-mapped.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = mapped.data_ptr() + mapped.nbytes - begin
+    if size > 0 and sys.platform == "linux":
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(begin), ctypes.c_size_t(size // mmap.PAGESIZE * mmap.PAGESIZE), mmap.MADV_DONTNEED
+        )
+
+
 def restore_state(model: Transformer, optimizers: list[torch.optim.Optimizer], saved: dict) -> None:
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(like(param, saved["model"][name]))
+    """Copies from a memory-mapped checkpoint."""
     owner = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
     for name, param in model.named_parameters():
+        with torch.no_grad():
+            param.copy_(like(param, saved["model"][name]))
+        forget(saved["model"][name])
         if name in saved["optimizer"]:  # a proxy that never learned has none
             values = saved["optimizer"][name]
             owner[param].state[param] = {key: like(param, value.clone()) for key, value in values.items()}
+            for value in values.values():
+                forget(value)
 
 
 def check_resume(saved: dict, config: Config, schedule: Schedule, data: dict) -> None:
@@ -307,46 +531,63 @@ def check_resume(saved: dict, config: Config, schedule: Schedule, data: dict) ->
 
 
 class Log:
-    """metrics.jsonl always, wandb where it is asked for; rank 0 alone writes."""
+    """metrics.jsonl always, wandb where it is asked for; rank 0 alone writes, and no failure ends the run."""
 
     def __init__(self, config: Config, world: World, resumed_at: int) -> None:
         self.path = Path(config.out_dir) / "metrics.jsonl"
-        self.file, self.wandb, self.world = None, None, world
+        self.world, self.wandb = world, None
+        self.waiting: list[str] = []  # lines that could not be written yet
+        self.failing = False
         if world.rank != 0:
             return
-        if self.path.exists():
-            lines = [r for r in read_metrics(self.path) if still_holds(r, resumed_at)]
-            text = "".join(json.dumps(r) + "\n" for r in lines)
-            write_atomically(self.path, lambda path: path.write_text(text))
-        self.file = open(self.path, "a", buffering=1)  # noqa: SIM115, closed with the run
+        before = read_metrics(self.path) if self.path.exists() else []
+        kept = [r for r in before if still_holds(r, resumed_at)]
+        text = "".join(json.dumps(r) + "\n" for r in kept).encode()
+        write_atomically(self.path, lambda file: file.write(text))
+        self.size = len(text)  # of the whole lines
         if config.wandb:
-            self.wandb = start_wandb(config, world)
+            self.wandb = Wandb(config, world, kept, handed=max(map(wandb_step, before), default=-1))
 
     def write(self, record: dict) -> None:
-        if self.file is None:
+        if self.world.rank != 0:
             return
-        self.file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
+        self.waiting.append(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
+        self.flush()
         if self.wandb is not None:
-            import wandb
+            self.wandb.log(record)
 
-            kind = record["kind"]
-            flat = {"tokens": record["tokens"], "step": record["step"]}
-            for key, value in record.items():
-                if key == "by_layer":
-                    for name, rows in value.items():
-                        flat[f"{kind}_layers/{name}"] = wandb.Image(heat_map(rows, name))
-                elif isinstance(value, list):  # one figure a layer
-                    flat[f"{kind}_layers/{key}"] = wandb.Image(heat_map([[v] for v in value], key))
-                elif isinstance(value, int | float) and key not in flat:
-                    flat[f"{kind}/{key}"] = value
-            # A step of wandb's own that rises over a resume too, where rows may come again.
-            self.wandb.log(flat, step=3 * record["step"] + ("train", "val", "proxy").index(kind))
+    def flush(self, sync: bool = False) -> None:
+        """Writes what waits; opened each time, for a folder that went away says nothing to an open file."""
+        if self.world.rank != 0:
+            return
+        text = "".join(self.waiting).encode()
+        try:
+            with open(self.path, "ab") as file:
+                if file.tell() > self.size:
+                    file.truncate(self.size)  # a line that a full disk cut short
+                file.write(text)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            if not self.failing:
+                self.world.say(
+                    f"{self.path} can't be written: {error}; its lines wait in memory and are tried again"
+                )
+            self.failing = True
+            return
+        if self.failing:
+            self.world.say(f"{self.path} is written again, with {len(self.waiting)} lines that waited")
+        self.size += len(text)
+        self.waiting, self.failing = [], False
 
     def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
+        if self.waiting:
+            self.flush()
+        if self.waiting:
+            self.world.say(f"{self.path} lacks up to {len(self.waiting)} of its last lines")
         if self.wandb is not None:
-            self.wandb.finish()
+            self.wandb.close()
 
 
 def finite(value: object) -> object:
@@ -361,7 +602,7 @@ def finite(value: object) -> object:
 def read_metrics(path: Path) -> list[dict]:
     """The whole lines of a metrics.jsonl; a line that a kill cut short is left out."""
     records = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return records
@@ -369,38 +610,105 @@ def read_metrics(path: Path) -> list[dict]:
 
 def still_holds(record: dict, step: int) -> bool:
     """After resuming at `step`: what lies past it will come again, and so will the evaluation due there."""
-    return record["step"] <= step if record["kind"] == "train" else record["step"] < step
+    return record["step"] < step or (record["step"] == step and record["kind"] in ("skipped", "train"))
 
 
-def start_wandb(config: Config, world: World):
-    import wandb
+def wandb_step(record: dict) -> int:
+    """A step of wandb's own, which takes no row twice and none below its last."""
+    return 4 * record["step"] + ("skipped", "train", "val", "proxy").index(record["kind"])
 
-    id_file = Path(config.out_dir) / "wandb_id"
-    if not id_file.exists():
-        id_file.write_text(secrets.token_hex(4))
-    mode, why = os.environ.get("WANDB_MODE"), "WANDB_MODE says so"
-    if mode is None:
-        mode, why = "online", "a key is there"
-        if not wandb.login(prompt=False, verify=False):
-            mode, why = "offline", "there is no API key; `wandb login` and `wandb sync` bring it online later"
-    options = {
-        "project": config.wandb_project,
-        "name": config.wandb_name or Path(config.out_dir).name,
-        "id": id_file.read_text(),
-        "resume": "allow",
-        "dir": config.out_dir,
-        "config": to_dict(config),
-    }
-    try:
-        run = wandb.init(mode=mode, settings=wandb.Settings(init_timeout=30), **options)
-    except wandb.errors.CommError as error:
-        mode, why = "offline", f"no network: {error}"
-        wandb.teardown()  # or the id counts as in use
-        run = wandb.init(mode=mode, **options)
-    world.say(f"wandb: {mode} ({why})")
-    run.define_metric("tokens")
-    run.define_metric("*", step_metric="tokens")
-    return run
+
+class Wandb:
+    """Hands records to wandb in a daemon thread: however it fails, hangs or takes its time, the run goes on.
+
+    kept: the records from before a resume. handed: the wandb_step of the last record that an earlier start
+    had, kept or not. Rows that wandb has are not sent again, those that it lacks are.
+    """
+
+    def __init__(self, config: Config, world: World, kept: list[dict], handed: int) -> None:
+        self.config, self.world = config, world
+        self.run, self.sent, self.failures = None, -1, 0
+        self.thread = ThreadPool(1)
+        self.do(self.start, kept, handed)
+
+    def do(self, work: Callable[..., object], *args: object):
+        return self.thread.apply_async(work, args, error_callback=self.failed)
+
+    def failed(self, error: BaseException) -> None:
+        self.failures += 1
+        if self.failures == 1:
+            self.world.say(
+                f"wandb: {type(error).__name__}: {' '.join(str(error).split())}; the run goes on, and "
+                "metrics.jsonl has what wandb lacks"
+            )
+
+    def start(self, kept: list[dict], handed: int) -> None:
+        import wandb
+
+        config = self.config
+        id_file = Path(config.out_dir) / "wandb_id"  # the id, and how far offline starts came
+        if id_file.exists():
+            name, *sent = id_file.read_text().split()
+            self.sent = max(handed, *map(int, sent))
+        else:
+            name = secrets.token_hex(4)
+        write_atomically(id_file, lambda file: file.write(f"{name} {self.sent}\n".encode()))
+        mode, why = os.environ.get("WANDB_MODE"), "WANDB_MODE says so"
+        if mode is None:
+            mode, why = "online", "a key is there"
+            if not wandb.login(prompt=False, verify=False):
+                mode = "offline"
+                why = "there is no API key; `wandb login` and `wandb sync` bring it online later"
+        options = {
+            "project": config.wandb_project,
+            "name": config.wandb_name or Path(config.out_dir).name,
+            "id": name,
+            "resume": "allow",
+            "dir": config.out_dir,
+            "config": to_dict(config),
+            "settings": wandb.Settings(init_timeout=30, finish_timeout=WANDB_TIMEOUT),
+        }
+        try:
+            self.run = wandb.init(mode=mode, **options)
+        except wandb.errors.CommError as error:
+            mode, why = "offline", f"no network: {error}"
+            wandb.teardown()  # or the id counts as in use
+            self.run = wandb.init(mode=mode, **options)
+        self.world.say(f"wandb: {mode} ({why})")
+        self.run.define_metric("tokens")
+        self.run.define_metric("*", step_metric="tokens")
+        if mode == "online":
+            self.sent = self.run.starting_step - 1  # what the server has
+        for record in kept:
+            self.send(record)
+
+    def log(self, record: dict) -> None:
+        self.do(self.send, record)
+
+    def send(self, record: dict) -> None:
+        if self.run is None or wandb_step(record) <= self.sent:
+            return
+        import wandb
+
+        kind = record["kind"]
+        flat = {"tokens": record["tokens"], "step": record["step"]}
+        for key, value in record.items():
+            if key == "by_layer":
+                for name, rows in value.items():
+                    flat[f"{kind}_layers/{name}"] = wandb.Image(heat_map(rows, name))
+            elif isinstance(value, list):  # one figure a layer
+                flat[f"{kind}_layers/{key}"] = wandb.Image(heat_map([[v] for v in value], key))
+            elif isinstance(value, int | float) and key not in flat:
+                flat[f"{kind}/{key}"] = value
+        self.run.log(flat, step=wandb_step(record))
+
+    def close(self) -> None:
+        last = self.do(lambda: self.run and self.run.finish())
+        last.wait(1.2 * WANDB_TIMEOUT)  # wandb itself gives up before
+        if not last.ready():
+            self.world.say(
+                "wandb: it does not finish; `wandb sync` sends later what lies in the run's folder"
+            )
 
 
 def heat_map(rows: list[list[float]], title: str) -> np.ndarray:
@@ -461,15 +769,11 @@ def draw_curves(out_dir: str | Path) -> Path:
             axes.legend(fontsize=8)
         axes.grid(alpha=0.2)
     out = path.with_name("curves.png")
-    figure.savefig(out, dpi=110)
+    write_atomically(out, lambda file: figure.savefig(file, dpi=110, format="png"))
     return out
 
 
 # ---- the run ----------------------------------------------------------------------------------------
-
-
-class Diverged(RuntimeError):
-    """Too many steps in a row had a non-finite loss or gradient."""
 
 
 class Trainer:
@@ -497,6 +801,7 @@ class Trainer:
             "vocab_size": self.train_file.vocab_size,
         }
         self.loader = self.loader_of(self.train_file, config.tokens_per_step)
+        check_data(config, self.loader.stream, self.loader_of(self.val_file, config.tokens_per_step).stream)
 
         torch.manual_seed(config.seed)
         dtype, why = compute_dtype(config, world)
@@ -512,13 +817,18 @@ class Trainer:
             for layer in self.model.model["layers"]:
                 layer.compile(dynamic=False)
         self.step = 0
-        checkpoint = Path(config.out_dir) / "checkpoint.pt"
-        saved = None
-        if checkpoint.exists():
-            saved = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+        saved = load_checkpoint(config.out_dir)
+        if saved is not None:
             check_resume(saved, config, self.schedule, self.data)
         elif config.init_from is not None:
             self.load_initial(config.init_from)
+        paths = ("out_dir", "dataset", "retrieval_sets")  # may differ from machine to machine
+        facts = {name: value for name, value in to_dict(config).items() if name not in paths}
+        facts |= {f"the data's {name}": value for name, value in self.data.items()}
+        facts["the hashes of retrieval_sets"] = [file.hash for file in self.retrieval.values()]
+        facts["the step of the checkpoint"] = saved and saved["step"]
+        facts["torch's version"] = torch.__version__
+        check_agreement(world, facts)
         self.model.to(world.device)
         if world.size > 1:
             shard(self.model, world, dtype)
@@ -532,22 +842,46 @@ class Trainer:
             world.say(f"continuing {config.out_dir} at step {self.step} of {self.schedule.total}")
         self.skipped_in_a_row = saved["skipped_in_a_row"] if saved else 0
         self.skipped = saved["skipped"] if saved else 0
+        self.saved_step = self.step if saved else None
         del saved  # its pages are the file's
         layers = config.n_layer
         self.kl_probe = torch.zeros(layers, config.n_proxy_head, device=world.device, requires_grad=True)
-        if world.rank == 0:
-            Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-            text = json.dumps(to_dict(config), indent=2) + "\n"
-            write_atomically(Path(config.out_dir) / "config.json", lambda path: path.write_text(text))
-        self.log = Log(config, world, self.step)
+        try:
+            if world.rank == 0:
+                self.prepare_folder()
+            self.log = Log(config, world, self.step)
+        except OSError as error:
+            raise OSError(
+                f"out_dir: {error}; mend the folder or free some space, or take another --out_dir"
+            ) from error
+        self.note_checkpoint()
         self.signal_here = self.stop_signal = 0  # what this process was sent, and what all ranks agreed on
+
+    def prepare_folder(self) -> None:
+        out_dir = Path(self.config.out_dir)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        for name in ("checkpoint.pt", "config.json", "metrics.jsonl", "curves.png", "wandb_id"):
+            (out_dir / f"{name}.new").unlink(missing_ok=True)  # what a kill left half-written
+        if self.saved_step is not None:
+            drop_oldest(out_dir, self.saved_step)  # or what it kept from being dropped
+        text = json.dumps(to_dict(self.config), indent=2) + "\n"
+        write_atomically(out_dir / "config.json", lambda file: file.write(text.encode()))
+
+    def note_checkpoint(self) -> None:
+        if self.world.watch is not None:
+            self.world.watch.last_checkpoint = self.last_checkpoint()
+
+    def last_checkpoint(self) -> str:
+        if self.saved_step is None:
+            return f"{self.config.out_dir} has no checkpoint yet"
+        return f"the last checkpoint is that of step {self.saved_step} in {self.config.out_dir}"
 
     def loader_of(self, file: TokenFile, tokens: int) -> Loader:
         stream = Stream(file, seed=self.config.seed, block_size=self.config.block_size)
         return Loader(stream, tokens_per_step=tokens)
 
     def load_initial(self, source: str) -> None:
-        if (Path(source) / "checkpoint.pt").exists():
+        if checkpoints(source):
             state = load_run(source).state
         elif (Path(source) / "config.json").exists() and not (Path(source) / "metrics.jsonl").exists():
             state = load_qwen3(source, self.config)
@@ -580,12 +914,14 @@ class Trainer:
     def train_step(self, stage: Stage, will_log: bool) -> dict:
         """One optimizer step on the global batch of self.step; returns what the log line says of it."""
         c, world = self.config, self.world
+        world.at(f"the data of step {self.step + 1}")
         batch = self.loader.step(self.step, stage.seq_len, stage.document_mask, world.rank, world.size)
         sequences, micro = batch.tokens.shape[0], self.micro_batch(stage)
         nll = torch.zeros((), device=world.device)
         # The KL's value costs the reference time: for log lines only, unless compiled code would change.
         probe = self.kl_probe if will_log or self.compiles else None
         for begin in range(0, sequences, micro):
+            world.at(f"step {self.step + 1}")
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(begin + micro >= sequences)
             out = self.forward(batch, slice(begin, begin + micro), stage, kl_probe=probe)
@@ -605,11 +941,14 @@ class Trainer:
         ]
         kl = torch.zeros_like(self.kl_probe) if self.kl_probe.grad is None else self.kl_probe.grad
         sent = torch.tensor([float(self.signal_here == s) for s in STOP_SIGNALS], device=world.device)
-        shared = world.sum(torch.cat([nll[None], sent, kl.detach().flatten()]))
+        bad = torch.zeros(world.size, device=world.device)  # the ranks whose own loss is not finite
+        bad[world.rank] = ~nll.isfinite()
+        shared = world.sum(torch.cat([nll[None], sent, bad, kl.detach().flatten()]))
         # The step's one wait for the device.
-        nll, sigterm, sigint, grad_norm, proxy_grad_norm, *kl = torch.cat(
-            [shared[:3], torch.stack(grad_norms), shared[3:]]
+        grad_norm, proxy_grad_norm, nll, sigterm, sigint, *kl = torch.cat(
+            [torch.stack(grad_norms), shared]
         ).tolist()
+        bad, kl = kl[: world.size], kl[world.size :]
         # A signal that came while we waited counts in the next step, for every rank alike.
         self.stop_signal = signal.SIGTERM if sigterm else signal.SIGINT if sigint else 0
 
@@ -636,9 +975,7 @@ class Trainer:
         else:
             self.skipped += 1
             self.skipped_in_a_row += 1
-            world.say(
-                f"step {self.step}: skipped, loss {nll} or gradient norms {grad_norm}, {proxy_grad_norm}"
-            )
+            self.report_skip(nll / max(1, batch.n_labels), grad_norm, proxy_grad_norm, bad)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         self.kl_probe.grad = None
@@ -664,6 +1001,40 @@ class Trainer:
             "flops": step_flops(self.model, batch, stage) if will_log else 0.0,
         }
 
+    def report_skip(self, loss: float, grad_norm: float, proxy_grad_norm: float, bad: list[float]) -> None:
+        """Says and logs a step that is skipped, with the place of its tokens in the stream."""
+        c, n = self.config, self.config.tokens_per_step
+        first = self.step * n
+        ranks = [r for r, flag in enumerate(bad) if flag]
+        share = n // self.world.size
+        of_ranks = "".join(
+            f"; rank {r}'s own loss, over tokens {first + r * share:,} to {first + (r + 1) * share - 1:,}"
+            for r in ranks
+            if self.world.size > 1
+        )
+        epoch = first // self.loader.stream.epoch_tokens
+        self.world.say(
+            f"step {self.step + 1}: skipped, not finite: loss {loss}, gradient norms {grad_norm} and "
+            f"{proxy_grad_norm} (proxy); tokens {first:,} to {first + n - 1:,} of the stream, in epoch "
+            f"{epoch}{of_ranks}"
+        )
+        self.log.write(
+            {
+                "kind": "skipped",
+                "step": self.step + 1,
+                "tokens": (self.step + 1) * c.tokens_per_step,
+                "stage": self.schedule.stage_of(self.step),
+                "first_token": first,
+                "last_token": first + n - 1,
+                "epoch": epoch,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "proxy_grad_norm": proxy_grad_norm,
+                "ranks": ranks,
+                "skipped_in_a_row": self.skipped_in_a_row,
+            }
+        )
+
     # -- evaluation: fixed batches, each rank a share of them --
 
     @torch.no_grad()
@@ -681,6 +1052,7 @@ class Trainer:
         borders = torch.tensor(edges, device=world.device)
         for first in range(0, -(-sequences // micro), world.size):
             index = first + world.rank
+            world.at(f"the evaluation after step {self.step}")
             batch = loader.step(index, stage.seq_len, stage.document_mask)
             # Where nothing is left FSDP still wants every rank in every forward.
             batch.labels[max(0, sequences - index * micro) :] = IGNORE
@@ -763,13 +1135,23 @@ class Trainer:
     # -- the loop --
 
     def save(self) -> None:
-        keep = self.world.rank == 0
+        c, world = self.config, self.world
+        world.at(f"the checkpoint of step {self.step}")
+        if not math.isfinite(norm_of([p.detach() for p in self.model.parameters()], world.device)):
+            raise RunError(
+                f"the weights are not finite after step {self.step}, so they were not saved; "
+                f"{self.last_checkpoint()}. The same command tries again from there; if that ends alike, "
+                f"start another run with --init_from={c.out_dir} and a lower lr or proxy_lr"
+            )
+        keep = world.rank == 0
         weights, moments = gather_state(self.model, self.optimizers, keep)
+        self.log.flush(sync=True)  # a checkpoint outlives a cut of power, and so must the lines before it
+        failed = ""
         if keep:
             state = {
                 "format": 1,
-                "config": to_dict(self.config),
-                "stage": min(self.schedule.stage_of(max(0, self.step - 1)), len(self.config.stages) - 1),
+                "config": to_dict(c),
+                "stage": min(self.schedule.stage_of(max(0, self.step - 1)), len(c.stages) - 1),
                 "step": self.step,
                 "skipped": self.skipped,
                 "skipped_in_a_row": self.skipped_in_a_row,
@@ -778,11 +1160,29 @@ class Trainer:
                 "model": weights,
                 "optimizer": moments,
             }
-            write_atomically(
-                Path(self.config.out_dir) / "checkpoint.pt", lambda path: torch.save(state, path)
+            try:
+                self.write_checkpoint(state)
+            except OSError as error:
+                failed = f"{error}"
+        world.at(f"the end of the checkpoint of step {self.step}")
+        if world.sum(torch.tensor(float(bool(failed)), device=world.device)):  # the ranks wait here
+            raise RunError(
+                f"the checkpoint of step {self.step} can't be written: {failed}; {self.last_checkpoint()}. "
+                "Free some space or mend the folder; the same command continues from there"
             )
-        if self.world.size > 1:
-            dist.barrier()
+        self.saved_step = self.step
+        self.note_checkpoint()
+
+    def write_checkpoint(self, state: dict) -> None:
+        out_dir = Path(self.config.out_dir)
+
+        def write(file: BinaryIO) -> None:
+            write_tensors(state, file)
+            if self.saved_step is not None:
+                keep_older(out_dir, self.saved_step)
+
+        write_atomically(out_dir / "checkpoint.pt", write)
+        drop_oldest(out_dir, self.step)
 
     def due(self, interval: int) -> bool:
         """Every `interval` steps, and at the end of each stage; 0: never."""
@@ -816,20 +1216,32 @@ class Trainer:
         self.model.train()
 
     def run(self) -> int:
-        """Trains to the end; returns 0, or 128 + the signal that stopped it."""
+        """Trains to the end, or to a signal, and returns 0."""
         c, world = self.config, self.world
         handlers = {s: signal.signal(s, self.on_signal) for s in STOP_SIGNALS}
         try:
             self.train()
+            if world.watch is not None:
+                world.watch.leave(failed=False)  # what follows is rank 0's alone, and nobody waits for it
+        except RunError:
+            raise
+        except RuntimeError:
+            # A collective of gloo fails where another rank is gone; any other fault shows where it came from.
+            if world.watch is not None and (why := world.watch.blame()):
+                world.watch.end(why)
+            raise
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             self.log.close()
-        if world.rank == 0 and (Path(c.out_dir) / "metrics.jsonl").stat().st_size:
-            world.say(f"wrote {draw_curves(c.out_dir)}")
+        if world.rank == 0:
+            try:
+                world.say(f"wrote {draw_curves(c.out_dir)}")
+            except (OSError, ValueError) as error:
+                world.say(f"no curves.png: {error}")
         if self.stop_signal:
-            world.say(f"stopped by {signal.Signals(self.stop_signal).name}; the same command continues")
-            return 128 + self.stop_signal
+            name = signal.Signals(self.stop_signal).name
+            world.say(f"stopped by {name} at step {self.step}, saved; the same command continues")
         return 0
 
     def train(self) -> None:
@@ -853,13 +1265,18 @@ class Trainer:
                 or (c.layer_interval > 0 and (self.step + 1) % c.layer_interval == 0)
                 or self.step + 1 in schedule.ends
             )
-            record = self.train_step(stage, will_log)
+            # Schedulers send SIGTERM to every process: compile workers, which this step may start, would die
+            # of it, and the step wait for them. They inherit what is blocked; the handler here comes later.
+            with blocked(signal.SIGTERM) if first and self.compiles else contextlib.nullcontext():
+                record = self.train_step(stage, will_log)
             self.step += 1
             if self.skipped_in_a_row >= c.max_skipped_steps:
-                raise Diverged(
+                raise RunError(
                     f"{self.skipped_in_a_row} steps in a row had a non-finite loss or gradient, up to step "
-                    f"{self.step}; look at the data, or start another run with --init_from={c.out_dir} "
-                    "and a lower lr or proxy_lr"
+                    f"{self.step}; {self.last_checkpoint()}. Where one rank alone is named, suspect its GPU "
+                    "and run the same command without it; else look at the data there, or start another run "
+                    f"with --init_from={c.out_dir} and a lower lr or proxy_lr, a smaller grad_clip or a "
+                    "longer lr_warmup_tokens"
                 )
             layer_kl, flops = record.pop("layer_kl"), record.pop("flops")
             if will_log:
@@ -883,6 +1300,9 @@ class Trainer:
         self.signal_here = number
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
+            if self.world.rank == 0:  # not by print, which the signal may have interrupted
+                text = "finishing the step, then saving; a second Ctrl-C ends at once, and"
+                os.write(2, f"{text} {self.last_checkpoint()}\n".encode())
 
     def report_step(
         self,
@@ -974,6 +1394,25 @@ def set_vocab(config: Config, file: TokenFile) -> None:
         )
 
 
+def check_data(config: Config, train: Stream, val: Stream) -> None:
+    """One vocabulary in both, in train.bin at least a step, in val.bin at least the longest sequence."""
+    if train.file.tokenizer != val.file.tokenizer:
+        raise ValueError(
+            f"dataset: {val.file.path} has the tokenizer {val.file.tokenizer!r}, {train.file.path} has "
+            f"{train.file.tokenizer!r}; prepare both again, together"
+        )
+    longest = max(stage.seq_len for stage in config.stages)
+    for stream, least, what in (
+        (train, config.tokens_per_step, "tokens_per_step"),
+        (val, longest, "the seq_len of the longest stage"),
+    ):
+        if stream.epoch_tokens < least:
+            raise ValueError(
+                f"dataset: {stream.file.path} has {stream.epoch_tokens:,} tokens, fewer than {what} "
+                f"({least:,}); prepare more text, or lower that"
+            )
+
+
 def dry_run(config: Config, world: World, data_commands: Iterable[str]) -> None:
     """Prints stages, parameters, tokens, memory and data commands; trains nothing and needs no data."""
     try:
@@ -1010,20 +1449,58 @@ def dry_run(config: Config, world: World, data_commands: Iterable[str]) -> None:
     states = 16 * total / world.size / 2**30
     world.say(f"weights, gradients and AdamW in fp32: {states:.2f} GiB a rank ({world.size} ranks)")
     for i, stage in enumerate(config.stages):
-        tokens = max(1, (config.micro_batch_tokens or 16384) // stage.seq_len) * stage.seq_len
-        size = 2 if compute_dtype(config, world)[0] == torch.bfloat16 else 4
-        heads = config.n_head + 2 * config.n_kv_head + config.n_proxy_head + config.n_proxy_kv_head
-        # While a layer runs its MLP takes mlp_chunk tokens; without checkpointing all of it is kept.
-        mlp = min(tokens, config.mlp_chunk) / tokens if config.activation_checkpoint else 1
-        layer = 4 * config.d_model + 2 * heads * config.head_dim + 4 * config.d_mlp * mlp
-        kept = config.d_model if config.activation_checkpoint else layer
-        if config.activation_offload:
-            kept = 0
-        activations = tokens * size * (kept * config.n_layer + layer) / 2**30
+        tokens, activations, attention = predict_memory(config, world, stage)
         world.say(
-            f"stage {i}: about {activations:.2f} GiB of activations a rank "
-            f"({tokens:,} tokens a forward, {'bfloat16' if size == 2 else 'float32'})"
+            f"stage {i}: about {activations:.2f} GiB of activations a rank and {attention:.2f} GiB that "
+            f"attention works in ({tokens:,} tokens a forward)"
         )
+
+
+def predict_memory(config: Config, world: World, stage: Stage) -> tuple[int, float, float]:
+    """Tokens of a forward and, in GiB, what they leave behind for backward and what attention works in."""
+    tokens = max(1, (config.micro_batch_tokens or 16384) // stage.seq_len) * stage.seq_len
+    size = 2 if compute_dtype(config, world)[0] == torch.bfloat16 else 4
+    heads = config.n_head + 2 * config.n_kv_head + config.n_proxy_head + config.n_proxy_kv_head
+    # While a layer runs its MLP takes mlp_chunk tokens; without checkpointing all of it is kept.
+    mlp = min(tokens, config.mlp_chunk) / tokens if config.activation_checkpoint else 1
+    layer = 4 * config.d_model + 2 * heads * config.head_dim + 4 * config.d_mlp * mlp
+    kept = config.d_model if config.activation_checkpoint else layer
+    if config.activation_offload:
+        kept = 0
+    activations = tokens * size * (kept * config.n_layer + layer) / 2**30
+    # Sparse: the partial outputs of a chunk of queries, at most msa.hopper.workspace_bytes of them.
+    slots = config.top_k // config.block_size if stage.attention == "sparse" else 0
+    partials = min(6.0, tokens * config.n_head * slots * config.head_dim * 2 / 2**30)
+    return tokens, activations, partials
+
+
+def out_of_memory(error: torch.OutOfMemoryError, trainer: Trainer) -> str:
+    """What was asked for, by which part of the run, what was predicted, and what would need less."""
+    config, world = trainer.config, trainer.world
+    stage = config.stages[trainer.schedule.stage_of(min(trainer.step, trainer.schedule.total - 1))]
+    tokens, activations, attention = predict_memory(config, world, stage)
+    states = 16 * sum(p.numel() for p in trainer.model.parameters()) / world.size / 2**30
+    asked = str(error).split(". GPU")[0].rstrip(".")
+    known = f"predicted were {states:.1f} GiB of weights, gradients and optimizer, {activations:.1f} GiB of "
+    known += f"activations and {attention:.1f} GiB for attention, for {tokens:,} tokens a forward"
+    if world.device.type == "cuda":
+        free, total = (x / 2**30 for x in torch.cuda.mem_get_info(world.device))
+        held = torch.cuda.memory_allocated(world.device) / 2**30
+        known += f"; {held:.1f} GiB are in use, {free:.1f} of {total:.1f} GiB were free"
+    lower = []
+    if tokens > stage.seq_len:
+        lower.append(f"--micro_batch_tokens={max(stage.seq_len, tokens // 2)}")
+    if not config.activation_checkpoint:
+        lower.append("--activation_checkpoint=True")
+    elif not config.activation_offload:
+        lower.append("--activation_offload=True")
+    if config.mlp_chunk > 4096:
+        lower.append(f"--mlp_chunk={config.mlp_chunk // 2}")
+    lower.append("more ranks, or a shorter seq_len")
+    return (
+        f"out of memory in {world.doing}: {asked}; {known}. Less is needed with {', '.join(lower)}; "
+        f"{trainer.last_checkpoint()}"
+    )
 
 
 def data_commands_of(argv: list[str]) -> list[str]:
@@ -1053,14 +1530,35 @@ def main(argv: list[str] | None = None) -> int:
         if config.dry_run:
             dry_run(config, world, data_commands_of(argv))
             return 0
-        return Trainer(config, world).run()
+        trainer = Trainer(config, world)
+        try:
+            return trainer.run()
+        except torch.OutOfMemoryError as error:
+            raise OSError(out_of_memory(error, trainer)) from error
     finally:
-        if world.size > 1:
+        error = sys.exception()
+        if world.watch is not None:
+            world.watch.leave(failed=error is not None and not isinstance(error, RunError))
+        if world.size > 1 and error is None:
             dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def command(argv: list[str] | None = None) -> int:
+    """`main` for the shell: a message instead of a traceback for what is no fault of the code."""
+    rank, ranks = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", 1))
     try:
-        sys.exit(main())
-    except (ValueError, OSError, Diverged) as error:
-        sys.exit(f"error: {error}")
+        return main(argv)
+    except RunError as error:  # alike on all ranks
+        if rank == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"error: {f'rank {rank}: ' if ranks > 1 else ''}{error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        print("error: interrupted; what was saved is whole, the same command continues", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -15,6 +15,7 @@ import re
 import runpy
 import sys
 import tokenize
+import traceback
 import types
 import typing
 from dataclasses import dataclass, field
@@ -112,26 +113,23 @@ class ConfigError(ValueError):
 def load_config(argv: list[str]) -> Config:
     """The checked Config of a command line: at most one config file, then any number of --field=value.
 
-    Help and errors leave through SystemExit, since there is nobody but the user to handle them.
+    --help prints and leaves; a mistake is a ConfigError.
     """
     if "-h" in argv or "--help" in argv:
         print(_help())
         raise SystemExit(0)
-    try:
-        paths = [arg for arg in argv if not arg.startswith("-")]
-        if len(paths) > 1:
-            raise ConfigError(f"{paths} are not one config file; overrides are written --field=value")
-        config = Config()
-        for path in paths:
-            for name, value in _run_file(_find_file(path)).items():
-                setattr(config, name, _typed(f"{path}: {name}", value, _hints(Config)[name]))
-        for arg in argv:
-            if arg not in paths:
-                name, value = _parse_argument(arg)
-                setattr(config, name, value)
-        check(config)
-    except ConfigError as error:
-        raise SystemExit(f"error: {error}") from None
+    paths = [arg for arg in argv if not arg.startswith("-")]
+    if len(paths) > 1:
+        raise ConfigError(f"{paths} are not one config file; overrides are written --field=value")
+    config = Config()
+    for path in paths:
+        for name, value in _run_file(_find_file(path)).items():
+            setattr(config, name, _typed(f"{path}: {name}", value, _hints(Config)[name]))
+    for arg in argv:
+        if arg not in paths:
+            name, value = _parse_argument(arg)
+            setattr(config, name, value)
+    check(config)
     return config
 
 
@@ -242,6 +240,10 @@ _CHOICES = {
     "optimizer": ("adamw", "muon"),
     "schedule": ("wsd", "cosine"),
 }
+_ALIASES = {"learning_rate": "lr", "wandb_run_name": "wandb_name"}  # as nanoGPT calls them
+# What a mistake in a config file raises when it is run; SystemExit and the like are the file's own will.
+_MISTAKES = (SyntaxError, NameError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+_MISTAKES += (ImportError, OSError)
 _MULTIPLES = (
     ("n_head", "n_kv_head"),
     ("n_head", "n_proxy_head"),
@@ -294,11 +296,20 @@ def _find_file(path: str) -> Path:
 
 def _run_file(file: Path) -> dict[str, Any]:
     """The names that a config file assigns, less the file's own."""
-    fields = _hints(Config)
+    try:
+        names = runpy.run_path(str(file))
+    except _MISTAKES as error:
+        inner = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+        line = error.lineno if isinstance(error, SyntaxError) else inner[-1] if inner else None
+        where = f"{file} line {line}" if line else f"{file}"
+        what = error.msg if isinstance(error, SyntaxError) else error
+        tip = "mend the file, --help lists the fields"
+        raise ConfigError(f"{where}: {type(error).__name__}: {what}; {tip}") from error
     found = {}
-    for name, value in runpy.run_path(str(file)).items():
+    for name, value in names.items():
         own = name.startswith("_") or callable(value) or isinstance(value, types.ModuleType)
-        if name in fields or not own:
+        name = _ALIASES.get(name, name)
+        if name in _hints(Config) or not own:
             found[name] = value
     return _known(Config, found, f"{file}", "; a name of the file's own begins with an underscore")
 
@@ -307,7 +318,7 @@ def _parse_argument(arg: str) -> tuple[str, Any]:
     flag, given, text = arg.partition("=")
     if not flag.startswith("--"):
         raise ConfigError(f"argument {arg!r} is not understood; overrides are written --field=value")
-    name = flag[2:]
+    name = _ALIASES.get(flag[2:], flag[2:])
     _known(Config, {name: text}, "command line")
     if name == "stages":
         raise ConfigError(
@@ -429,7 +440,7 @@ def _help() -> str:
         f"usage: {Path(sys.argv[0]).name} [CONFIG.py] [--field=value ...]",
         "",
         "CONFIG.py is plain Python that assigns these fields; --field=value overrides it, a bare --field is",
-        "--field=True.",
+        "--field=True. learning_rate and wandb_run_name, as nanoGPT calls them, are understood too.",
     ]
     section = None
     for f in [*_documented(Config), *_documented(Stage)]:

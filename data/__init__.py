@@ -15,21 +15,23 @@ Layout of a token file, all little-endian:
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
+import signal
 import struct
 import sys
 import tempfile
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import tiktoken
@@ -57,6 +59,13 @@ _META = {  # the fields of the JSON text
 # --- tokenizers ---------------------------------------------------------------------------------------------
 
 
+_GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+_GPT2_FILES = " and ".join(  # tiktoken looks for a file by the sha1 of its address
+    f"{_GPT2_URL}{name}, named {hashlib.sha1((_GPT2_URL + name).encode()).hexdigest()},"
+    for name in ("vocab.bpe", "encoder.json")
+)
+
+
 def get_tokenizer(name: str) -> tiktoken.Encoding:
     """The tokenizer "gpt2" (tiktoken downloads its vocabulary once) or "bytes" (the 256 bytes, built here).
 
@@ -79,7 +88,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
             raise ValueError(
                 "tokenizer 'gpt2': its vocabulary is not cached here and could not be downloaded "
                 f"({type(error).__name__}). Run once with a network, or set TIKTOKEN_CACHE_DIR to a folder "
-                "that tiktoken has filled on another machine, or use 'bytes', which needs no download."
+                f"that holds local copies of {_GPT2_FILES} or use 'bytes', which needs no download."
             ) from error
     raise ValueError(f"tokenizer is {name!r}; allowed are 'gpt2' and 'bytes'")
 
@@ -106,6 +115,7 @@ def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
 
 class TokenWriter:
     """Writes a token file document by document; as a context manager, an exception leaves no file behind.
+    ValueError on what does not fit, OSError where the disk refuses.
 
     The file grows beside `path` (`train.tmp.bin` for `train.bin`) and is renamed into place by `close`, so
     what lies at `path` is always whole. Tokens go to disk as they come; only offsets stay in memory.
@@ -129,10 +139,12 @@ class TokenWriter:
         self._dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
         self._ends: list[int] = []
         self._hash = hashlib.sha256()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.tmp, "wb")
-        self._file.write(bytes(HEADER_BYTES))
-        self._mask = tempfile.TemporaryFile(dir=self.path.parent) if labels else None
+        self._finished = False
+        with self._names_the_file():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._mask = tempfile.TemporaryFile(dir=self.path.parent) if labels else None
+            self._file = open(self.tmp, "wb")
+            self._file.write(bytes(HEADER_BYTES))
 
     def add(self, tokens: Any, mask: Any = None) -> None:
         """Append one document; an empty one is skipped.
@@ -162,8 +174,10 @@ class TokenWriter:
                 raise ValueError(
                     f"mask is {mask.dtype} {mask.shape}; it must be 0 or 1 for each of {tokens.shape}"
                 )
-            self._mask.write(mask.astype(np.uint8))
-        self._write(tokens.astype(self._dtype))
+            with self._names_the_file():
+                self._mask.write(mask.astype(np.uint8))
+        with self._names_the_file():
+            self._write(tokens.astype(self._dtype))
         self.n_docs += 1
         self.n_tokens += len(tokens)
         self.n_bytes += int(self.token_bytes[tokens].sum())
@@ -174,23 +188,15 @@ class TokenWriter:
         self._hash.update(data)
         self._file.write(data)
 
-    def close(self) -> None:
-        """Write offsets, masks and header, and rename into place. ValueError if no document was added."""
-        if self._file.closed:
+    def finish(self) -> None:
+        """Write offsets, masks and header; all but the rename. ValueError if no document was added."""
+        if self._finished:
             return
         if not self.n_docs:
-            self.abort()
             raise ValueError(
                 f"{self.path} would hold no document: give more text, or a val_share or seed that leaves "
-                "documents to train and val alike; a file is one document unless --separator cuts it"
+                "documents to train and val alike; a text file is one document unless --separator cuts it"
             )
-        self._write(bytes(-self.n_tokens * self._dtype.itemsize % 8))
-        self._write(np.array([0, *self._ends], "<i8"))
-        self._write(self.token_bytes)
-        if self._mask is not None:
-            self._mask.seek(0)
-            while chunk := self._mask.read(1 << 20):
-                self._write(chunk)
         meta = {
             "dtype": self._dtype.name,
             "n_tokens": self.n_tokens,
@@ -200,39 +206,76 @@ class TokenWriter:
             "tokenizer": self._tokenizer,
             "eos": self.eos,
             "label_mask": self._mask is not None,
-            "sha256": self._hash.hexdigest(),
             "source": self._source,
         }
-        text = json.dumps(meta).encode()
-        if len(text) > HEADER_BYTES - _HEAD.size:
-            self.abort()
-            raise ValueError(f"source has {len(self._source)} characters, too many for the header")
-        self._file.seek(0)
-        self._file.write(_HEAD.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._release()
-        os.replace(self.tmp, self.path)
-        _sync_folder(self.path.parent)
+        with self._names_the_file():
+            self._write(bytes(-self.n_tokens * self._dtype.itemsize % 8))
+            self._write(np.array([0, *self._ends], "<i8"))
+            self._write(self.token_bytes)
+            if self._mask is not None:
+                self._mask.seek(0)
+                while chunk := self._mask.read(1 << 20):
+                    self._write(chunk)
+            text = json.dumps(meta | {"sha256": self._hash.hexdigest()}).encode()
+            if len(text) > HEADER_BYTES - _HEAD.size:
+                raise ValueError(f"source has {len(self._source)} characters, too many for the header")
+            self._file.seek(0)
+            self._file.write(_HEAD.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._release()
+        self._finished = True
+
+    def close(self) -> None:
+        """Finish the file and rename it into place."""
+        self.finish()
+        with self._names_the_file():
+            os.replace(self.tmp, self.path)
+            _sync_folder(self.path.parent)
 
     def abort(self) -> None:
         """Drop what was written; nothing appears at the final path."""
         self._release()
-        self.tmp.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there is an error already, which says more
+            self.tmp.unlink(missing_ok=True)
 
     def _release(self) -> None:
-        self._file.close()
-        if self._mask is not None:
-            self._mask.close()
+        for file in (self._file, self._mask):
+            if file is not None:
+                with contextlib.suppress(OSError):  # a full disk refuses what is still buffered
+                    file.close()
+
+    @contextlib.contextmanager
+    def _names_the_file(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"cannot write {self.path}: {error.strerror or error}; see that its folder is there, may be "
+                "written and has space, or give another --out"
+            ) from error
 
     def __enter__(self) -> "TokenWriter":
         return self
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self.abort()  # nothing is left to do if it was closed
+
+
+@contextlib.contextmanager
+def write_splits(folder: Path, **options: Any) -> Iterator[tuple[TokenWriter, TokenWriter]]:
+    """The writers of train.bin and val.bin in `folder`, which appear both or, after an error, not at all."""
+    with (
+        TokenWriter(folder / "train.bin", **options) as train,
+        TokenWriter(folder / "val.bin", **options) as val,
+    ):
+        yield train, val
+        train.finish()
+        val.finish()
 
 
 class TokenFile:
@@ -255,6 +298,8 @@ class TokenFile:
         if size < HEADER_BYTES:
             raise self._error(f"it is cut short ({size} bytes, the header alone has {HEADER_BYTES})")
         _, version, length, crc = _HEAD.unpack_from(head)
+        if version == int.from_bytes(VERSION.to_bytes(4, "little"), "big"):
+            raise self._error("it is big-endian, and the format is little-endian")
         if version != VERSION:
             raise self._error(f"it has format version {version}, this code reads version {VERSION}")
         text = head[_HEAD.size : _HEAD.size + length]
@@ -405,6 +450,11 @@ class Stream:
             begun = starts[np.searchsorted(starts, places, "right") - 1]
             doc_start[blocks] = begun + epoch * self.epoch_tokens
             at = end
+        if stream.max() >= file.vocab_size:  # or the embedding would be read out of bounds
+            raise ValueError(
+                f"token file {file.path}: it holds token {stream.max()} and a vocabulary of "
+                f"{file.vocab_size}, so it is damaged: run the prepare.py of its data set again"
+            )
         tokens = stream[:-1]
         ignored = tokens == file.eos
         if answer is not None:
@@ -490,6 +540,19 @@ class Loader:
 T = TypeVar("T")
 
 
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+    """Runs a script and leaves with its exit code, after an error with one line on stderr: 2 if the input was
+    bad (ValueError), 1 if the machine failed (OSError), 130 after Ctrl-C."""
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     pass
 
@@ -505,7 +568,7 @@ def prepare_parser(file: str, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
     value = float(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
@@ -515,7 +578,7 @@ def _share(text: str) -> float:
 def add_split_options(parser: argparse.ArgumentParser, val_share: float) -> None:
     """--val_share and --workers, for the scripts that encode text that is there."""
     parser.add_argument(
-        "--val_share", type=_share, default=val_share, help="share of validation, above 0, below 1"
+        "--val_share", type=share, default=val_share, help="share of validation, above 0, below 1"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads that encode")
 
@@ -575,14 +638,19 @@ class Progress:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON beside `path` and rename it into place."""
+    """Write JSON beside `path` and rename it into place; OSError that names it where the disk refuses."""
     tmp = path.with_name(path.name + ".tmp")
-    with open(tmp, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tmp, path)
-    _sync_folder(path.parent)
+    try:
+        with open(tmp, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            tmp.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error.strerror or error}; see that there is space") from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,6 +1,7 @@
-"""Times sparse attention beside FlashAttention-4 (dense) and flash-msa on one GPU: python -m msa.bench
+"""Times our attention beside FlashAttention-4 (dense) and flash-msa on one GPU: python -m msa.bench
 
     python -m msa.bench --seq-len 8192 131072
+    python -m msa.bench --mode warmup --seq-len 8192 32768
     python -m msa.bench --seq-len 1048576 --pattern skewed --peers fa4 --json 1m.json
 
 All variants of a shape run in one process and in turns (ours, FA4, flash-msa, ours, ...), because a card's
@@ -9,7 +10,7 @@ training, from a small pool made beforehand. Times are medians between CUDA even
 buffer larger than the L2 cache is written many times over, which also lets the host get ahead: its overhead
 shows only where it is longer than the work itself.
 
-    forward        ours: selection and attention. backward: all gradients, and the true KL (kl_probe)
+    forward        ours, sparse: selection and attention. backward: all gradients, and the true KL (kl_probe)
     host           the time until everything is launched
     peak           the most memory allocated during a call, inputs included, the rest of the pool not
     first call     wall clock of the very first forward and backward, compilation included
@@ -17,10 +18,13 @@ shows only where it is longer than the work itself.
 flash-msa compiles again when the selection changes, so it stands there twice: `same data` is its speed at its
 best, `new data` what a training step sees.
 
-Patterns: `random` selects with random proxies. `skewed` (block 0, the two previous neighbours, the rest
-random) and `local` (the nearest blocks) hand over block_indices; select_blocks runs on the random proxies all
-the same, its result unused, so that the forward still holds the price of a selection. The peers can't take
-one: flash-msa always selects from the random proxies.
+Modes: `sparse` times sparse_attention, `warmup` warmup_attention, dense and with the proxy's KL over all
+visible tokens, beside flash-msa's function for that.
+
+Patterns are of sparse alone. `random` selects with random proxies. `skewed` (block 0, the two previous
+neighbours, the rest random) and `local` (the nearest blocks) hand over block_indices; select_blocks runs on
+the random proxies all the same, its result unused, so that the forward still holds the price of a selection.
+The peers can't take one: flash-msa always selects from the random proxies.
 """
 
 from __future__ import annotations
@@ -88,21 +92,27 @@ class Shape:
         """(query, head, selected block) triples: a row is one query head against one block of keys."""
         return self.edges * self.group
 
+    @property
+    def square(self) -> float:
+        """(query, visible key) pairs of a head, as half the square."""
+        return self.batch * self.seq_len**2 / 2
+
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.kv_heads}/{self.proxy_heads} heads"
-        return f"{self.seq_len:,} tokens, batch {self.batch}, {heads}, top_k {self.top_k}"
+        return f"{self.seq_len:,} tokens, batch {self.batch}, {heads}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
     """One row of the breakdown: the kernel's class, what it multiplies and what it has to move, by shape.
 
-    FLOPs count a selected block as a whole and selection as half the square. Bytes are what must cross HBM
-    if what all rows share (K, V) costs nothing: bf16 rows of D, fp32 statistics, in both directions.
+    FLOPs count a selected block as a whole, and selection and all that is dense as half the square. Bytes are
+    what must cross HBM if what all rows share (K, V) costs nothing: bf16 rows of D, fp32 statistics, in both
+    directions.
     """
 
     label: str
-    kernel: str  # name of its class
+    kernel: str  # name of its class, or what the name of another's kernel holds
     flops: Callable[[Shape], float] | None = None
     bytes: Callable[[Shape], float] | None = None
     marks: str = ""  # in the kernel's name, where a class serves several rows
@@ -113,7 +123,7 @@ def _queries(s: Shape) -> int:
 
 
 WORK = (
-    Work("select", "Select", lambda s: HEAD_DIM * s.batch * s.proxy_heads * s.seq_len**2),
+    Work("select", "Select", lambda s: 2 * HEAD_DIM * s.proxy_heads * s.square),
     Work("schedule: count", "BuildSchedule", bytes=lambda s: 4 * s.edges, marks="_count_"),
     Work("schedule: scan", "BuildSchedule", marks="_scan_"),
     Work("schedule: scatter", "BuildSchedule", bytes=lambda s: 8 * s.edges, marks="_scatter_"),
@@ -168,8 +178,20 @@ WORK = (
         bytes=lambda s: 2 * HEAD_DIM * (s.edges + _queries(s) * s.proxy_heads),
         marks="times_grad_klTrue",
     ),
+    # in warmup; each query head's scores and the proxy's are made once, dk_proxy and dq_proxy from the latter
+    Work("dense lse", "DenseLse", lambda s: 2 * HEAD_DIM * s.proxy_heads * s.square),
+    Work("dense kl", "DenseKl", lambda s: 2 * HEAD_DIM * (s.heads + 3 * s.proxy_heads) * s.square),
+    # fp32 sums into bf16 rows
+    Work("round dq_proxy", "RoundQueries", bytes=lambda s: 6 * HEAD_DIM * _queries(s) * s.proxy_heads),
     Work("sum dk_proxy", "SumKeys", marks="times_grad_klTrue"),
     Work("sum kl", "SumKl"),
+)
+# FlashAttention names its kernels after files and classes; PyTorch's own has the same beginnings
+FLASH = (
+    Work("flash backward, before", "flash_bwd_preprocess"),
+    Work("flash backward, after", "flash_bwd_postprocess"),
+    Work("flash forward", "flash_fwd", lambda s: 4 * HEAD_DIM * s.heads * s.square),
+    Work("flash backward", "flash_bwd", lambda s: 10 * HEAD_DIM * s.heads * s.square),
 )
 
 
@@ -191,6 +213,9 @@ def label_of(kernel: str, classes: set[str]) -> tuple[str, Work | None]:
             if work.kernel == name and work.marks in kernel:
                 return work.label, work
         return name, None
+    for work in FLASH:
+        if work.kernel in kernel:
+            return work.label, work
     if kernel.startswith("kernel_"):
         return re.sub("^kernel_cutlass_(kernel_)?", "", kernel).split("_tensorptr")[0][:40], None
     plain = kernel.removeprefix("void ").split("(")[0].split("<")[0].split("::")[-1]
@@ -292,7 +317,7 @@ def peer_errors() -> tuple[type[BaseException], ...]:
     return (*compiler_errors(), *others)
 
 
-def ours(shape: Shape, device: str = "cuda") -> Variant:
+def ours(shape: Shape, mode: str = "sparse", device: str = "cuda") -> Variant:
     kl_factor = torch.full((), 1 / (shape.batch * shape.seq_len * shape.proxy_heads), device=device)
 
     def leaves(data: Data) -> list[Tensor]:
@@ -302,6 +327,8 @@ def ours(shape: Shape, device: str = "cuda") -> Variant:
 
     def forward(tensors: list[Tensor], data: Data) -> tuple[list[Tensor], list[Tensor]]:
         *inputs, kl_probe = tensors
+        if mode == "warmup":
+            return list(msa.warmup_attention(*inputs, kl_probe=kl_probe)), [data.grad_out, kl_factor]
         if data.block_indices is None:
             selection = dict(top_k=shape.top_k)
         else:
@@ -312,7 +339,7 @@ def ours(shape: Shape, device: str = "cuda") -> Variant:
     return Variant("msa", leaves, forward, (torch.OutOfMemoryError,))
 
 
-def fa4(shape: Shape) -> Variant:
+def fa4(shape: Shape, mode: str) -> Variant:
     from flash_attn.cute.interface import flash_attn_func
 
     def leaves(data: Data) -> list[Tensor]:
@@ -325,17 +352,22 @@ def fa4(shape: Shape) -> Variant:
     return Variant("fa4", leaves, forward, peer_errors())
 
 
-def flash_msa(shape: Shape) -> Variant:
-    from flash_msa import flash_msa_func
+def flash_msa(shape: Shape, mode: str) -> Variant:
+    from flash_msa import flash_msa_func, flash_msa_warmup_func
 
     def leaves(data: Data) -> list[Tensor]:
         tensors = (data.q_proxy, data.k_proxy, data.q, data.k, data.v)
         return [x.transpose(1, 2).contiguous().requires_grad_() for x in tensors]
 
     def forward(tensors: list[Tensor], data: Data) -> tuple[list[Tensor], list[Tensor]]:
-        out, kl = flash_msa_func(*tensors, shape.top_k, HEAD_DIM**-0.5)
+        if mode == "warmup":
+            out, kl = flash_msa_warmup_func(*tensors, shape.top_k, HEAD_DIM**-0.5)
+        else:
+            out, kl = flash_msa_func(*tensors, shape.top_k, HEAD_DIM**-0.5)
         return [out, kl], [data.grad_out.flatten(2), torch.ones_like(kl)]
 
+    if mode == "warmup":  # nothing in it depends on the data
+        return Variant("flash-msa", leaves, forward, peer_errors())
     return Variant("flash-msa, same data", leaves, forward, peer_errors(), same_data=True)
 
 
@@ -400,14 +432,14 @@ def attempt(clock: Clock, variant: Variant, data: Data) -> None:
         torch.cuda.empty_cache()
 
 
-def make_variants(shape: Shape, peers: Sequence[str]) -> list[Variant]:
-    variants = [ours(shape)]
+def make_variants(shape: Shape, mode: str, peers: Sequence[str]) -> list[Variant]:
+    variants = [ours(shape, mode)]
     for name in peers:
         package, remedy = INSTALL_PEERS[name]
         error = None if package_version(package) else f"not installed: {remedy}"
         if error is None:
             try:
-                variants.append(PEERS[name](shape))
+                variants.append(PEERS[name](shape, mode))
             except peer_errors() as failure:
                 error = first_line(failure)
         if error is not None:
@@ -451,11 +483,11 @@ def measure(
     return variants + on_new_data
 
 
-def profile(shape: Shape, pool: list[Data]) -> list[dict]:
+def profile(shape: Shape, mode: str, pool: list[Data]) -> list[dict]:
     """Milliseconds of each kernel in a forward and backward of ours: means over the pool."""
     from torch.profiler import DeviceType, ProfilerActivity
 
-    variant = ours(shape)
+    variant = ours(shape, mode)
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
         for data in pool:
             leaves = variant.leaves(data)
@@ -486,7 +518,7 @@ def breakdown(events: list[tuple[str, float, int]], shape: Shape, calls: int) ->
         if work is not None and seconds > 0:
             row["tflops"] = work.flops(shape) / seconds / 1e12 if work.flops else None
             row["tb_per_s"] = work.bytes(shape) / seconds / 1e12 if work.bytes else None
-    order = list(dict.fromkeys(work.label for work in WORK))
+    order = list(dict.fromkeys(work.label for work in (*FLASH[2:], *FLASH[:2], *WORK)))
 
     def place(row: dict) -> tuple[int, float]:
         known = row["kernel"] in order
@@ -546,7 +578,7 @@ def number(x: float | None, width: int = 10) -> str:
 
 def format_result(result: dict, ceilings: dict[str, float]) -> str:
     """The tables of one shape."""
-    lines = [f"== {result['title']}, {result['pattern']}", ""]
+    lines = [f"== {result['title']}", ""]
     columns = ("forward ms", "backward ms", "both ms", "host ms", "peak GiB", "first call s", "samples")
     lines.append(f"{'':<22}" + "".join(f"{column:>13}" for column in columns))
     keys = ("forward_ms", "backward_ms", "total_ms", "host_ms", "peak_gib", "first_call_seconds")
@@ -576,9 +608,10 @@ def format_result(result: dict, ceilings: dict[str, float]) -> str:
     if ratios:
         lines.append("")
         for name, ratio in ratios.items():
-            lines.append(
-                f"msa against {name:<22} {ratio['time']:.2f}x as fast, {ratio['memory']:.2f}x the memory"
-            )
+            text = f"msa against {name:<22} {ratio['time']:.2f}x as fast"
+            if result["mode"] == "warmup" and name == "fa4":  # which has no proxy to teach
+                text = f"msa warmup takes {1 / ratio['time']:.2f} times FA4 dense"
+            lines.append(f"{text}, {ratio['memory']:.2f}x the memory")
     return "\n".join(lines)
 
 
@@ -598,6 +631,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m msa.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--mode", choices=("sparse", "warmup"), default="sparse")
     parser.add_argument("--seq-len", type=int, nargs="+", default=[8192, 32768, 131072], metavar="S")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=16)
@@ -629,6 +663,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--top-k must be a multiple of {BLOCK}")
     if args.heads % args.proxy_heads or args.proxy_heads % args.kv_heads:
         parser.error("--heads must be a multiple of --proxy-heads, and that of --kv-heads")
+    if args.mode == "warmup" and args.pattern != "random":
+        parser.error("--pattern is of sparse alone, warmup selects nothing")
     if args.peers and "none" in args.peers and len(args.peers) > 1:
         parser.error("--peers none stands alone")
     if args.json is not None and not args.json.absolute().parent.is_dir():
@@ -674,13 +710,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.collect()
         torch.cuda.empty_cache()
         pool = make_pool(shape, args.pattern, args.seed)
-        variants = measure(clock, make_variants(shape, peers), pool, args.iterations, args.peer_seconds)
+        variants = make_variants(shape, args.mode, peers)
+        variants = measure(clock, variants, pool, args.iterations, args.peer_seconds)
         failed |= variants[0].error is not None
-        kernels = profile(shape, pool) if args.breakdown and variants[0].error is None else []
+        kernels = profile(shape, args.mode, pool) if args.breakdown and variants[0].error is None else []
         rows = [summarize(variant) for variant in variants]
         result = {
-            "title": str(shape),
+            "title": f"{shape}, "
+            + (f"top_k {args.top_k}, {args.pattern}" if args.mode == "sparse" else "warmup"),
             "shape": {**dataclasses.asdict(shape), "edges": shape.edges, "rows": shape.rows},
+            "mode": args.mode,
             "pattern": args.pattern,
             "variants": rows,
             "kernels": kernels,

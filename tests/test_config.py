@@ -29,11 +29,10 @@ def write(tmp_path: Path, text: str) -> str:
 
 
 def fails(argv: list[str]) -> str:
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(ConfigError) as error:
         load_config(argv)
-    message = error.value.code
-    assert isinstance(message, str) and "\n" not in message
-    return message
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 # --- command line ---
@@ -43,6 +42,9 @@ def fails(argv: list[str]) -> str:
     "arg, name, value",
     [
         ("--lr=1", "lr", 1.0),
+        ("--learning_rate=1", "lr", 1.0),
+        ("--wandb_run_name=a=b", "wandb_name", "a=b"),
+        ("--compile=false", "compile", False),
         ("--lr=1e-3", "lr", 1e-3),
         ("--lr=.5", "lr", 0.5),
         ("--seed=7", "seed", 7),
@@ -167,9 +169,32 @@ def test_numbers_take_the_type_of_their_field(tmp_path):
     assert (config.stages[0].tokens, type(config.stages[0].tokens)) == (1_000_000_000, int)
 
 
-def test_file_errors_of_its_own_pass_through(tmp_path):
-    with pytest.raises(ValueError, match="invalid literal"):
-        load_config([write(tmp_path, "seed = int('x')")])
+@pytest.mark.parametrize(
+    "text, line, what",
+    [
+        ("n_layer = (3", 3, "SyntaxError: '(' was never closed"),
+        ("seed = int('x')", 3, "ValueError: invalid literal"),
+        ("\nlr = true", 4, "NameError: name 'true' is not defined"),
+        ("import nothing_there", 3, "ModuleNotFoundError: No module named 'nothing_there'"),
+        ("stages = [Stage(seqlen=3, attention='dense')]", 3, "unexpected keyword argument 'seqlen'"),
+        ("def f():\n    return 1 / 0\nseed = f()", 4, "ZeroDivisionError: division by zero"),
+        ("open('nowhere')", 3, "FileNotFoundError: "),
+    ],
+)
+def test_a_file_that_does_not_run_is_named_with_the_line(tmp_path, text, line, what):
+    message = fails([write(tmp_path, text)])
+    assert message.startswith(f"{tmp_path / 'x.py'} line {line}: ") and what in message
+    assert "mend the file" in message
+
+
+def test_a_file_that_is_no_python(tmp_path):
+    (tmp_path / "x.py").write_bytes(b"\0\xff")
+    assert fails([str(tmp_path / "x.py")]).startswith(f"{tmp_path / 'x.py'}: ")
+
+
+def test_names_of_nanogpt_in_a_file(tmp_path):
+    config = load_config([write(tmp_path, "learning_rate = 1\nwandb_run_name = 'a'")])
+    assert (config.lr, config.wandb_name) == (1.0, "a")
 
 
 def test_file_lookup(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import math
+import resource
 import subprocess
 import sys
 import time
@@ -241,10 +242,10 @@ def test_padding_of_the_embedding_is_never_drawn(kwargs):
     assert max(map(max, texts(model, PROMPTS, **kwargs))) <= 256
 
 
-def test_empty_prompts_are_an_error():
-    for prompts in ([], [[1], []]):
-        with pytest.raises(ValueError, match="^prompts: "):
-            next(sample.generate(build(), prompts, 3, attention="dense", rope_theta=None, vocab_size=VOCAB))
+@pytest.mark.parametrize("prompts", [[], [[1], []], [[1], [2, 257]], [[-1]]])
+def test_prompts_without_tokens_or_outside_the_vocabulary(prompts):
+    with pytest.raises(ValueError, match="^prompts: "):
+        next(sample.generate(build(), prompts, 3, attention="dense", rope_theta=None, vocab_size=257))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -397,6 +398,22 @@ def test_export(tmp_path, capsys, monkeypatch):
         close(theirs(tokens).logits, full_logits(model, tokens, "dense", rope_theta=77.0))
 
 
+def test_export_to_a_full_disk(tmp_path, monkeypatch):
+    out_dir = save_run(tmp_path / "run", build(), STAGES)
+    folder = tmp_path / "qwen3"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("what was there")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        with pytest.raises(OSError, match=f"cannot write {folder}: .*too large"):
+            sample.main([out_dir, f"--export={folder}"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [p.name for p in folder.iterdir()] == ["model.safetensors"]
+    assert (folder / "model.safetensors").read_text() == "what was there"
+
+
 @pytest.mark.parametrize(
     "argument,says",
     [
@@ -428,10 +445,16 @@ def test_a_gpu_that_is_not_there_is_an_error(monkeypatch, capsys):
 
 def test_errors_of_files_name_them(tmp_path):
     out_dir = save_run(tmp_path / "run", successor_model(b"bc", ord("a")), STAGES)
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
     broken = save_run(tmp_path / "other", build(n_layer=1), STAGES, data={"tokenizer": "gpt5", "eos": 0})
     for argv, says in (
         ([f"--out_dir={tmp_path}"], f"out_dir: {tmp_path} holds no checkpoint.pt"),
         ([out_dir, "--start=FILE:not/there.txt"], "not/there.txt"),
+        ([out_dir, f"--start=FILE:{tmp_path / 'latin.txt'}"], "latin.txt: 'utf-8' codec can't decode"),
+        (
+            [out_dir, "--start=" + "a" * 65],
+            "--start has 65 tokens, and the run has trained on sequences of 64",
+        ),
         ([broken], "allowed are 'gpt2' and 'bytes'"),
     ):
         with pytest.raises((ValueError, OSError)) as caught:
@@ -448,7 +471,7 @@ def test_as_a_program(tmp_path):
     done = run(out_dir, "--start=a", "--temperature=0")
     assert done.returncode == 0 and done.stdout == "abc\n"
     done = run("--out_dir=nowhere")
-    assert done.returncode == 1 and not done.stdout
+    assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("error: out_dir: nowhere holds no checkpoint.pt"), done.stderr
 
 

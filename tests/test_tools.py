@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import naive
@@ -274,6 +275,8 @@ def test_bench_without_a_gpu(capsys):
         (["--iterations", "0"], "--iterations must be at least 1"),
         (["--pattern", "sorted"], "invalid choice"),
         (["--peers", "fa9"], "invalid choice"),
+        (["--mode", "dense"], "invalid choice"),
+        (["--mode", "warmup", "--pattern", "local"], "--pattern is of sparse alone"),
         (["--peers", "none", "fa4"], "--peers none stands alone"),
         (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (["--what"], "unrecognized arguments"),
@@ -331,6 +334,20 @@ def test_bench_flops_are_those_of_the_loops(shape):
     assert work["proxy backward"].flops(shape) == proxy_backward
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bench_flops_of_dense_work(shape):
+    """Of every product over all visible keys, in half the square."""
+    work = {w.label: w.flops(shape) for w in (*bench.WORK, *bench.FLASH) if w.flops}
+    pairs = sum(t + 1 for t in range(shape.seq_len)) * shape.batch
+    product, rel = 2 * 128 * pairs, 2 / shape.seq_len
+    heads, proxy_heads = shape.heads, shape.proxy_heads
+    assert work["flash forward"] == pytest.approx(2 * heads * product, rel=rel)  # q k, p v
+    assert work["flash backward"] == pytest.approx(5 * heads * product, rel=rel)
+    assert work["dense lse"] == pytest.approx(proxy_heads * product, rel=rel)
+    # q k of every head; of every proxy head q k, ds k, ds q
+    assert work["dense kl"] == pytest.approx((heads + 3 * proxy_heads) * product, rel=rel)
+
+
 @pytest.mark.parametrize("pattern", ["skewed", "local"])
 @pytest.mark.parametrize("seq_len, slots", [(1500, 4), (1024, 16), (700, 1), (100, 3), (2048, 5)])
 def test_bench_patterns_are_valid_selections(pattern, seq_len, slots):
@@ -359,13 +376,19 @@ def test_bench_patterns_are_what_they_say():
         bench.build_indices("random", 1, 256, 1, 2, g)
 
 
-@pytest.mark.parametrize("pattern", ["random", "skewed"])
-def test_bench_runs_ours(pattern):
+@pytest.mark.parametrize(
+    "mode, pattern", [("sparse", "random"), ("sparse", "skewed"), ("warmup", "random")], ids="-".join
+)
+def test_bench_runs_ours(mode, pattern, monkeypatch):
     """The call that is timed, on the CPU: six gradients, the last of them the KL of each proxy head."""
+    called = []
+    for name in ("sparse_attention", "warmup_attention"):
+        function = getattr(msa, name)
+        monkeypatch.setattr(msa, name, lambda *x, f=function, n=name, **y: called.append(n) or f(*x, **y))
     shape = bench.Shape(batch=1, seq_len=400, heads=4, kv_heads=2, proxy_heads=2, top_k=256)
     data = bench.make_data(shape, pattern, 0, "cpu")
     assert (data.block_indices is None) == (pattern == "random")
-    variant = bench.ours(shape, "cpu")
+    variant = bench.ours(shape, mode, "cpu")
     leaves = variant.leaves(data)
     outputs, grads = variant.forward(leaves, data)
     *gradients, kl = torch.autograd.grad(outputs, leaves, grads)
@@ -373,6 +396,7 @@ def test_bench_runs_ours(pattern):
         x.shape for x in (data.q, data.k, data.v, data.q_proxy, data.k_proxy)
     ]
     assert kl.shape == (2,) and bool((kl > 0).all())
+    assert called == [f"{mode}_attention"]
 
 
 class FakeClock:
@@ -429,9 +453,29 @@ def test_bench_goes_on_without_a_peer_that_fails():
 
 def test_bench_says_which_peer_is_not_installed(monkeypatch):
     monkeypatch.setattr(bench, "package_version", lambda name: None)
-    monkeypatch.setattr(bench, "ours", lambda shape: fake_variants(["msa"])[0])
-    _, fa4, flash = bench.make_variants(SHAPES[0], ["fa4", "flash-msa"])
+    monkeypatch.setattr(bench, "ours", lambda shape, mode: fake_variants(["msa"])[0])
+    _, fa4, flash = bench.make_variants(SHAPES[0], "sparse", ["fa4", "flash-msa"])
     assert "not installed: pip install" in fa4.error and "not installed: pip install" in flash.error
+
+
+@pytest.mark.parametrize("mode", ["sparse", "warmup"])
+def test_bench_calls_flash_msa_s_function_of_the_mode(mode, monkeypatch):
+    """With ours in its place, which takes the same arguments."""
+    module = types.SimpleNamespace(
+        flash_msa_func=msa.flash_msa_func, flash_msa_warmup_func=msa.flash_msa_warmup_func
+    )
+    monkeypatch.setitem(sys.modules, "flash_msa", module)
+    shape = bench.Shape(batch=1, seq_len=200, heads=4, kv_heads=2, proxy_heads=2, top_k=128)
+    data = bench.make_data(shape, "random", 0, "cpu")
+    kls = []
+    for variant in (bench.ours(shape, mode, "cpu"), bench.flash_msa(shape, mode)):
+        leaves = variant.leaves(data)
+        outputs, grads = variant.forward(leaves, data)
+        kls.append([outputs[0].flatten(2), *torch.autograd.grad(outputs, leaves, grads)])
+    ours, theirs = kls
+    torch.testing.assert_close(theirs[0], ours[0])
+    torch.testing.assert_close(theirs[1].transpose(1, 2), ours[4])  # dq_proxy
+    assert variant.same_data == (mode == "sparse")
 
 
 CUTLASS = "kernel_cutlass_kernel_"
@@ -463,8 +507,25 @@ TAIL = "_tensorptrbf16_gmem_align16_o_1281281__0"
         (f"{CUTLASS}Novelheads16{TAIL}", "Novelheads16"),
         (
             f"{CUTLASS}flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__{TAIL}",
-            "flash_attncuteflash_fwd_sm90FlashAttenti",
+            "flash forward",
         ),
+        (
+            f"{CUTLASS}flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__{TAIL}",
+            "flash backward",
+        ),
+        (
+            f"{CUTLASS}flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at__{TAIL}",
+            "flash backward, before",
+        ),
+        (
+            f"{CUTLASS}flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess_object_at__{TAIL}",
+            "flash backward, after",
+        ),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128> >(Params)", "flash forward"),
+        (f"{CUTLASS}DenseLseproxy_heads2{TAIL}", "dense lse"),
+        (f"{CUTLASS}DenseKlheads16_kv_heads2_proxy_heads2_gradsTrue_orderedFalse{TAIL}", "dense kl"),
+        (f"{CUTLASS}RoundQueriesproxy_heads2{TAIL}", "round dq_proxy"),
+        (f"{CUTLASS}somethingelseentirely{TAIL}", "somethingelseentirely"),
         (
             "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>, "
             "std::array<char*, 1>>(int, at::native::FillFunctor<int>, std::array<char*, 1>)",
@@ -482,6 +543,7 @@ def test_bench_breakdown_adds_up_and_tells_rates():
     rows = bench.breakdown(
         [
             ("Memset (Device)", 1.0, 2),
+            (f"{CUTLASS}flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__{TAIL}", 3.0, 2),
             (f"{CUTLASS}Backwardheads16{TAIL}", 4.0, 2),
             (f"kernel_cutlass_scan_tiles_BuildScheduleslots16{TAIL}", 0.5, 2),
             (f"kernel_cutlass_scan_buckets_BuildScheduleslots16{TAIL}", 0.5, 2),
@@ -489,7 +551,9 @@ def test_bench_breakdown_adds_up_and_tells_rates():
         shape,
         2,
     )
-    assert [row["kernel"] for row in rows] == ["schedule: scan", "backward", "Memset "]
+    assert [row["kernel"] for row in rows] == ["flash forward", "schedule: scan", "backward", "Memset "]
+    flash, *rows = rows
+    assert flash["tflops"] == pytest.approx(2 * 128 * 16 * shape.seq_len**2 / 1.5e-3 / 1e12)
     assert rows[0]["ms"] == 0.5 and rows[0]["launches"] == 2.0
     assert rows[1]["tflops"] == pytest.approx(10 * 128 * 128 * shape.rows / 2e-3 / 1e12)
     assert "tflops" not in rows[2]
@@ -505,8 +569,8 @@ def test_bench_table_and_json():
     rows = [bench.summarize(v) for v in variants]
     shape = SHAPES[0]
     result = {
-        "title": str(shape),
-        "pattern": "random",
+        "title": f"{shape}, top_k 512, random",
+        "mode": "sparse",
         "variants": rows,
         "kernels": bench.breakdown([(f"{CUTLASS}Backwardheads16{TAIL}", 4.0, 2)], shape, 2),
         "ratios": bench.compare(rows),
@@ -518,3 +582,11 @@ def test_bench_table_and_json():
     assert any("stopped: OutOfMemoryError: no room" in line for line in lines)
     assert "of matmul" in "\n".join(lines)
     assert lines[-1].startswith("msa against flash-msa, new data")
+
+    result |= {
+        "mode": "warmup",
+        "ratios": {"fa4": {"time": 0.8, "memory": 1.1}, "flash-msa": {"time": 8.0, "memory": 0.5}},
+    }
+    *_, fa4, flash = bench.format_result(result, {"matmul_tflops": 800.0, "copy_tb_per_s": 4.0}).splitlines()
+    assert fa4 == "msa warmup takes 1.25 times FA4 dense, 1.10x the memory"
+    assert flash.split() == "msa against flash-msa 8.00x as fast, 0.50x the memory".split()

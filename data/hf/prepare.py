@@ -16,6 +16,7 @@ validation if the hash of its text says so.
 
 import argparse
 import json
+import logging
 import shutil
 import sys
 import time
@@ -59,12 +60,27 @@ def documents(rows: Iterable[dict], field: str, group_by: str | None, first_row:
         yield Document("\n\n".join(texts), group, row)
 
 
-def write_shards(args: argparse.Namespace, tokenizer: tiktoken.Encoding, source: str, shards: Path) -> int:
-    """Encode what the finished shards lack; returns their number. Progress is in shards/progress.json."""
+def read_rows(args: argparse.Namespace, first_row: int) -> Iterator[dict]:
+    """The data set from first_row on."""
     try:
         import datasets
     except ImportError as error:
         raise ValueError("data/hf needs datasets: pip install -e .[data]") from error
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # damaged files: said below
+    try:
+        yield from datasets.load_dataset(
+            args.path, args.name, split=args.split, data_files=args.data_files, streaming=True
+        ).skip(first_row)
+    except (ValueError, OSError) as error:  # pyarrow's on damaged rows are ValueErrors
+        files = f" {' '.join(args.data_files)}" if args.data_files else ""
+        raise ValueError(
+            f"data set {args.path}{files} cannot be read: {error}; see --path, --name, --split, --data_files "
+            "and the network. Local files need none: --path json --data_files FILES"
+        ) from error
+
+
+def write_shards(args: argparse.Namespace, tokenizer: tiktoken.Encoding, source: str, shards: Path) -> int:
+    """Encode what the finished shards lack; returns their number. Progress is in shards/progress.json."""
     run = {k: v for k, v in vars(args).items() if k not in ("out", "workers")}
     progress = {"run": run, "shards": 0, "next_row": 0, "tokens": 0, "done": False}
     state = shards / "progress.json"
@@ -79,10 +95,7 @@ def write_shards(args: argparse.Namespace, tokenizer: tiktoken.Encoding, source:
     if progress["done"]:
         return progress["shards"]
 
-    rows = datasets.load_dataset(
-        args.path, args.name, split=args.split, data_files=args.data_files, streaming=True
-    ).skip(progress["next_row"])
-    found = documents(rows, args.field, args.group_by, progress["next_row"])
+    found = documents(read_rows(args, progress["next_row"]), args.field, args.group_by, progress["next_row"])
     encoded = data.encode_many(tokenizer, ((doc, doc.text) for doc in found), args.workers)
     bar = data.Progress("tokens", args.max_tokens or None)
     bar.add(progress["tokens"])
@@ -145,10 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     source = " ".join(filter(None, (args.path, args.name, args.split)))[:200]
     shards = args.out / "shards"
     n_shards = write_shards(args, tokenizer, source, shards)
-    with (
-        data.TokenWriter(args.out / "train.bin", tokenizer=tokenizer, source=source) as train,
-        data.TokenWriter(args.out / "val.bin", tokenizer=tokenizer, source=source) as val,
-    ):
+    with data.write_splits(args.out, tokenizer=tokenizer, source=source) as (train, val):
         for split, writer in zip(SPLITS, (train, val), strict=True):
             for path in sorted(shards.glob(f"*-{split}.bin"))[:n_shards]:
                 part = data.TokenFile(path)
@@ -159,7 +169,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    data.run_script(main)

@@ -128,10 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = data.get_tokenizer(args.tokenizer)
     source = f"passkey, {args.keys} keys, {args.questions} questions, haystack {args.haystack}"[:200]
     bar = data.Progress("tokens", sum(args.length) * (args.documents + args.val_documents))
-    with (
-        data.TokenWriter(args.out / "train.bin", tokenizer=tokenizer, source=source, labels=True) as train,
-        data.TokenWriter(args.out / "val.bin", tokenizer=tokenizer, source=source, labels=True) as val,
-    ):
+    with data.write_splits(args.out, tokenizer=tokenizer, source=source, labels=True) as (train, val):
         for split, (writer, count) in enumerate(((train, args.documents), (val, args.val_documents))):
             haystack = None
             if args.haystack != "none":
@@ -152,7 +149,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    data.run_script(main)

@@ -128,10 +128,7 @@ def main(argv: list[str] | None = None) -> None:
                 yield i, f"# {name}\n{text}" + ("" if text.endswith("\n") else "\n")
 
     source = f"Python {platform.python_version()}, standard library and site-packages"
-    with (
-        data.TokenWriter(args.out / "train.bin", tokenizer=tokenizer, source=source) as train,
-        data.TokenWriter(args.out / "val.bin", tokenizer=tokenizer, source=source) as val,
-    ):
+    with data.write_splits(args.out, tokenizer=tokenizer, source=source) as (train, val):
         encoded = data.encode_many(tokenizer, sources(), args.workers)
         for i, parts in itertools.groupby(encoded, key=lambda item: item[0]):
             writer = val if packages[i].split == "val" else train
@@ -139,18 +136,20 @@ def main(argv: list[str] | None = None) -> None:
             size = args.max_document or len(tokens)
             for at in range(0, len(tokens), size):
                 writer.add(tokens[at : at + size])
-    listed = [
-        dict(name=p.name, root=p.root, files=p.files, bytes=p.bytes, split=p.split, hash=p.hash.hexdigest())
-        for p in packages
-        if p.files
-    ]
-    data.write_json(args.out / "manifest.json", {"source": source, "dropped": dropped, "packages": listed})
+        listed = [
+            dict(
+                name=p.name, root=p.root, files=p.files, bytes=p.bytes, split=p.split, hash=p.hash.hexdigest()
+            )
+            for p in packages
+            if p.files
+        ]
+        manifest = {"source": source, "dropped": dropped, "packages": listed}
+        train.finish()
+        val.finish()
+        data.write_json(args.out / "manifest.json", manifest)  # once nothing else can fail
     data.report((train, val), started)
     print(", ".join(f"{n:,} files {why}" for why, n in dropped.items()) + f"; {args.out / 'manifest.json'}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    data.run_script(main)

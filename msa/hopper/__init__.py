@@ -239,9 +239,9 @@ def why_not(
 
 
 def all_kernels() -> list:
-    """The kernels of one configuration, and of others what differs in more than a number."""
+    """Every kernel, for one configuration."""
     heads, kv_heads, proxy_heads, slots = shape = (16, 2, 2, 16)
-    kernels = [
+    return [
         Select(proxy_heads, slots),
         SparseForward(*shape, with_proxy=True),
         SparseBackward(*shape, main=True, proxy=True, proxy_grads=True),
@@ -257,6 +257,12 @@ def all_kernels() -> list:
         DenseKl(heads, kv_heads, proxy_heads, grads=False),
         DenseKl(heads, kv_heads, proxy_heads, grads=True, ordered=True),
     ]
+
+
+def other_kernels() -> list:
+    """Those of other configurations that differ in more than a number."""
+    heads, kv_heads, proxy_heads, slots = 16, 2, 2, 16
+    kernels = []
     for group in (1, 3, 4, 16):  # tiles hold 32, 32, 32 and 8 queries
         kernels += [
             SparseForward(2 * group, 2, 2, slots, with_proxy=True),

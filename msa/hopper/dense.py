@@ -62,12 +62,13 @@ class Places:
             )
         self.cu_seqlens = None
         if doc_start_block is not None or flash() is None:
-            self.cu_seqlens = self.borders(q.device)
+            # Of queries and keys; with documents there are as many of both.
+            self.cu_seqlens = tuple(self.borders(n, q.device) for n in (self.n_queries, self.n_keys))
 
-    def borders(self, device: torch.device) -> Tensor:
-        """(B * query blocks + 1,) int32: where documents and sequences start, and the end to fill it up."""
-        total = self.batch * self.n_queries
-        starts = torch.arange(0, total, self.n_queries, device=device, dtype=torch.int32)[:, None]
+    def borders(self, length: int, device: torch.device) -> Tensor:
+        """int32: where documents and sequences start, and the end to fill it up: (B * query blocks + 1,)."""
+        total = self.batch * length
+        starts = torch.arange(0, total, length, device=device, dtype=torch.int32)[:, None]
         if self.doc_start_block is not None:
             blocks = torch.arange(self.doc_start_block.shape[1], device=device, dtype=torch.int32)
             starts = torch.where(self.doc_start_block == blocks, starts + blocks * BLOCK, total)
@@ -82,9 +83,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, places: Places, scale: float) -> tup
     cu = places.cu_seqlens
     if flash() is None:
         flat = [x.flatten(0, 1) for x in (q, k, v)]
-        n = places.n_queries
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *flat, cu, cu, n, n, 0.0, True, False, scale=scale
+            *flat, *cu, places.n_queries, places.n_keys, 0.0, True, False, scale=scale
         )
         return out.view(q.shape), unflatten(lse, places)
     if cu is None:
@@ -92,10 +92,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, places: Places, scale: float) -> tup
         return out, lse
     out, lse, *_ = flash()[0](
         *(x.flatten(0, 1) for x in (q, k, v)),
-        cu_seqlens_q=cu,
-        cu_seqlens_k=cu,
+        cu_seqlens_q=cu[0],
+        cu_seqlens_k=cu[1],
         max_seqlen_q=places.n_queries,
-        max_seqlen_k=places.n_queries,
+        max_seqlen_k=places.n_keys,
         softmax_scale=scale,
         causal=True,
         return_lse=True,
@@ -125,16 +125,16 @@ def attend_backward(
         q_, k_, v_, out_, grad_ = flat
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
         grads = torch.ops.aten._flash_attention_backward(
-            grad_, q_, k_, v_, out_, lse, cu, cu, n, n, 0.0, True, seed, seed, scale=scale
+            grad_, q_, k_, v_, out_, lse, *cu, n, places.n_keys, 0.0, True, seed, seed, scale=scale
         )
     else:
         grads = flash()[1](
             *flat,
             lse,
-            cu_seqlens_q=cu,
-            cu_seqlens_k=cu,
+            cu_seqlens_q=cu[0],
+            cu_seqlens_k=cu[1],
             max_seqlen_q=n,
-            max_seqlen_k=n,
+            max_seqlen_k=places.n_keys,
             softmax_scale=scale,
             causal=True,
             deterministic=deterministic,
