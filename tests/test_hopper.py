@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import gc
 import importlib.util
+import itertools
 import math
 import os
 import struct
@@ -45,6 +46,15 @@ def device():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
     return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def leave_no_memory():
+    """What the large tests leave in PyTorch's cache would be missing to other processes on the GPU."""
+    yield
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def only_cuda(device):
@@ -524,6 +534,78 @@ def test_select_scale_and_strides(device):
     ):
         for scale in (None, 1e-3, 7.0):
             check_same(msa.select_blocks(q, k, top_k=2 * BLOCK, scale=scale), want)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the schedule
+
+# rows of all sequences, proxy heads, slots, seq_len, the chunk's first row and rows, entries of an item
+SCHEDULES = [
+    (1000, 2, 16, 1000, 0, 1000, 256),
+    (4096, 2, 16, 4096, 0, 4096, 2048),
+    (1536, 4, 4, 512, 512, 1024, 256),
+    (8192, 1, 32, 8192, 2048, 3072, 256),
+    (6400, 3, 2, 6400, 0, 6400, 128),
+]
+
+
+def random_selection(rows, proxy_heads, slots, seq_len, device):
+    g = generator(device, 41)
+    scores = torch.rand(
+        rows // seq_len, proxy_heads, seq_len, -(-seq_len // BLOCK), generator=g, device=device
+    )
+    local = (torch.arange(seq_len, device=device) // BLOCK)[None]
+    picked = reference.rank_blocks(scores, local, torch.zeros_like(local), slots).contiguous()
+    dropped = torch.rand(picked.shape, generator=g, device=device) < 0.1
+    dropped[..., 0] = False
+    return picked.masked_fill(dropped, -1).view(rows, proxy_heads, slots)
+
+
+@pytest.mark.parametrize("rows, heads, slots, seq_len, first, n, cap", SCHEDULES)
+def test_schedule_reference_lists_every_entry(rows, heads, slots, seq_len, first, n, cap):
+    """Against loops over a dictionary; on the CPU."""
+    pytest.importorskip("cutlass")
+    from msa.hopper.schedule import QUERY_BITS, schedule_reference
+
+    n = min(n, 1024)
+    picked = random_selection(rows, heads, slots, seq_len, torch.device("cpu"))
+    blocks = -(-seq_len // BLOCK)
+    got = schedule_reference(picked, first, n, seq_len, blocks, cap)
+    lists = {}
+    for row, chosen in enumerate(picked[first : first + n].tolist()):
+        sequence = (first % seq_len + row) // seq_len
+        for head, slot in itertools.product(range(heads), range(slots)):
+            if chosen[head][slot] >= 0:
+                bucket = head * got.n_blocks + sequence * blocks + chosen[head][slot]
+                lists.setdefault(bucket, ([], []))[slot > 0].append(row | slot << QUERY_BITS)
+    items = got.items.tolist()
+    for bucket in range(heads * got.n_blocks):
+        local, others = lists.get(bucket, ([], []))
+        mine = items[int(got.bucket_items[bucket]) : int(got.bucket_items[bucket + 1])]
+        entries, n_local = [], 0
+        for start, count, block, head_local, _, *_ in mine:
+            assert 0 < count <= cap and start % 16 == 0
+            assert block == got.first_block + bucket % got.n_blocks
+            assert head_local >> 16 == bucket // got.n_blocks
+            entries += got.entries[start : start + count].tolist()
+            n_local += head_local & 65535
+        assert entries == local + others and n_local == len(local)
+
+
+@pytest.mark.parametrize("rows, heads, slots, seq_len, first, n, cap", SCHEDULES)
+def test_schedule_is_exact(rows, heads, slots, seq_len, first, n, cap, device):
+    only_cuda(device)
+    from msa.hopper.schedule import make_schedule, schedule_reference
+
+    picked = random_selection(rows, heads, slots, seq_len, device)
+    got = make_schedule(picked, first, n, seq_len, -(-seq_len // BLOCK), cap)
+    want = schedule_reference(picked, first, n, seq_len, -(-seq_len // BLOCK), cap)
+    assert torch.equal(got.bucket_items, want.bucket_items)
+    n_items = int(want.bucket_items[-1])
+    items = got.items[:n_items]
+    assert torch.equal(items[items[:, 4].argsort()], want.items[:n_items])  # the order of work is free
+    known = want.entries >= 0  # between the lists is whatever was there
+    assert torch.equal(got.entries[known], want.entries[known])
 
 
 # ---------------------------------------------------------------------------------------------------------
