@@ -16,7 +16,9 @@ import functools
 import json
 import os
 import pickle
+import struct
 import sys
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,6 +96,13 @@ class KVCache:
         self.k_proxy = new(config.n_proxy_kv_head, range(config.dense_layers, config.n_layer))
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # (B,) tokens held
         self.longest = 0  # the largest of them, known without waiting for the device
+        self.size = size
+
+    def grow(self, size: int) -> None:
+        """Room for `size` tokens a sequence; layer by layer, so that little is there twice."""
+        for cache in (self.k, self.v, self.k_proxy):
+            for layer, held in cache.items():
+                cache[layer] = F.pad(held, (0, 0, 0, 0, 0, size - self.size))
         self.size = size
 
     def write(self, cache: dict[int, Tensor], layer: int, x: Tensor) -> Tensor:
@@ -543,7 +552,7 @@ class Run(NamedTuple):
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that was cut short."""
+    """A checkpoint that was cut short, or whose bytes are no longer those that were written."""
 
 
 def checkpoints(out_dir: str | Path) -> list[Path]:
@@ -557,22 +566,43 @@ def checkpoints(out_dir: str | Path) -> list[Path]:
 
 def read_checkpoint(file: str | Path) -> dict:
     """What train.py saved, its tensors mapped from the file. ValueError if it is damaged or anything else."""
-    advice = "put a whole copy in its place, delete it to start over, or name another run"
+    advice = "put a whole copy in its place, delete all checkpoint*.pt to start over, or name another run"
     try:
+        _check_crcs(file)
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except pickle.UnpicklingError as error:  # of a file that is whole
         raise ValueError(
             f"checkpoint {file} holds more than tensors and plain values, which may be code, so it is not "
             f"loaded; {advice}"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except _DAMAGES as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # of a seek in a file cut short
             raise
         raise DamagedCheckpoint(f"checkpoint {file} is cut short or damaged; {advice}") from error
     for key in ("format", "config", "stage", "step", "data", "model"):
         if not isinstance(saved, dict) or key not in saved:
             raise ValueError(f"checkpoint {file} was not saved by train.py, it has no {key!r}; {advice}")
+    if saved["format"] != 1:
+        raise ValueError(
+            f"checkpoint {file} has format {saved['format']!r}, this code reads format 1; take the "
+            "version of this repository that wrote it, or name another run"
+        )
     return saved
+
+
+# What reading a zip or unpickling raises where bytes have changed.
+_DAMAGES = (zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, IndexError)
+_DAMAGES += (AttributeError, AssertionError, OverflowError, struct.error)
+
+
+def _check_crcs(file: str | Path) -> None:
+    """Reads the file once, 3 GB/s from memory: torch.save writes CRCs, and torch.load checks none of them."""
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:  # its CRC would be that of something unpacked
+                raise zipfile.BadZipFile(f"{info.filename} is compressed")
+        if bad := archive.testzip():
+            raise zipfile.BadZipFile(f"the CRC of {bad} differs")
 
 
 def load_checkpoint(out_dir: str | Path) -> dict | None:

@@ -21,6 +21,8 @@ import msa
 from data import get_tokenizer, run_script
 from model import KVCache, Run, Transformer, load_run, load_weights, save_qwen3
 
+CACHE_ROOM = 1024  # new tokens that the cache has room for at first
+
 
 def build(run: Run, device: torch.device) -> Transformer:
     """The model of a run, on `device`, in bfloat16 on GPUs that have it."""
@@ -37,7 +39,8 @@ def pick(
     """logits (B, V) -> tokens (B,). Temperature 0 takes the likeliest; top_k and top_p cut the tail first."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits / temperature
+    # At most 0 and in fp64, so that the smallest temperature leaves the likeliest at 0 and the rest at -inf.
+    logits = ((logits - logits.amax(-1, keepdim=True)).double() / temperature).float()
     if top_k is not None:
         floor = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))
@@ -84,7 +87,9 @@ def generate(
     tokens = torch.zeros(len(prompts), longest, dtype=torch.long, device=device)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
-    cache = KVCache(model.config, len(prompts), longest + max_new_tokens, device, model.compute_dtype)
+    total = longest + max_new_tokens
+    room = min(total, longest + CACHE_ROOM)  # it grows as tokens come
+    cache = KVCache(model.config, len(prompts), room, device, model.compute_dtype)
     shared = {"attention": attention, "rope_theta": rope_theta, "cache": cache}
     logits = model(tokens, prompt_lengths=lengths, **shared).logits
     for i in range(max_new_tokens):
@@ -92,6 +97,8 @@ def generate(
         token = pick(logits, temperature, top_k, top_p, generator)
         yield token
         if i + 1 < max_new_tokens:
+            if cache.longest == cache.size:
+                cache.grow(min(total, 2 * cache.size))
             logits = model(token[:, None], **shared).logits
 
 
@@ -115,12 +122,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--max_new_tokens and --num_samples must be at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device=cuda needs a GPU that PyTorch can use, there is none here; take auto or cpu")
-    if args.temperature < 0:
-        parser.error(f"--temperature must be at least 0, got {args.temperature}")
+    if not 0 <= args.temperature < float("inf"):
+        parser.error(f"--temperature must be at least 0 and finite, got {args.temperature}")
     if args.top_k is not None and args.top_k < 1:
         parser.error(f"--top_k must be at least 1, got {args.top_k}")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         parser.error(f"--top_p must be above 0 and at most 1, got {args.top_p}")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed must be at least 0 and below 2**63, got {args.seed}")
     return args
 
 

@@ -6,23 +6,31 @@
     python train.py --help                                         # every field
 
 The same command continues a run that stopped. `out_dir` receives config.json, metrics.jsonl, checkpoint.pt
-(and those before it) and curves.png. Exit codes: 0 done or stopped by a signal, 1 the run could not go on,
-2 bad input.
+(and those before it), curves.png and lock. Exit codes: 0 done or stopped by a signal, 1 the run could not go
+on, 2 bad input.
 """
 
 from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # during the imports: no traceback
 
 import bisect
 import contextlib
 import ctypes
 import dataclasses
+import errno
+import fcntl
 import json
 import math
 import mmap
 import os
+import re
 import resource
 import secrets
-import signal
+import socket
 import sys
 import threading
 import time
@@ -62,7 +70,8 @@ PEAK_TFLOPS = {  # dense bf16, of the data sheets; a GPU that is not here has no
     "L40S": 362,
     "RTX 4090": 165,
 }
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+KINDS = ("skipped", "train", "val", "proxy")  # of records, in the order in which a step writes them
 KEPT_CHECKPOINTS = 3  # checkpoint.pt and those before it
 RANK_TIMEOUT = 600  # seconds that the ranks wait for one of them: more than a step, a save, a compilation
 SILENCE = 20  # seconds without a beat after which a rank is gone; torchrun kills the others after 30
@@ -78,6 +87,21 @@ FREE_FIELDS = {
 
 class RunError(RuntimeError):
     """The run cannot go on, on any rank; the message says why, what is left of it and what to do."""
+
+
+def tell(text: str, error: bool = False) -> None:
+    """Prints to stdout or stderr. Where that fails (a full disk, a reader or a terminal that is gone) nothing
+    ends by it: the stream is /dev/null from then on, or the flush at exit would change the exit code."""
+    stream = sys.stderr if error else sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as why:
+        with contextlib.suppress(OSError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+        if not error:
+            tell(f"stdout can't be written: {why}; the run goes on, and prints no more there", error=True)
 
 
 # ---- ranks and devices ------------------------------------------------------------------------------
@@ -183,7 +207,7 @@ class Watch:
                 message = None
             self.store.set("failed", "")
         if message:
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            tell(f"error: {message}", error=True)
         os._exit(1)
 
 
@@ -194,10 +218,11 @@ class World:
     device: torch.device
     watch: Watch | None = None
     doing: str = "the start"
+    lock: BinaryIO | None = None  # of rank 0 on out_dir; closing it, or the end of the process, frees it
 
     def say(self, text: str) -> None:
         if self.rank == 0:
-            print(text, flush=True)
+            tell(text)
 
     def at(self, doing: str) -> None:
         """Notes what all ranks do next, for the message if that fails, or if one of them doesn't."""
@@ -213,9 +238,9 @@ class World:
 
 
 @contextlib.contextmanager
-def blocked(number: int) -> Iterator[None]:
-    """A signal waits, in this thread and in the processes that it starts."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+def blocked(*numbers: int) -> Iterator[None]:
+    """Signals wait, in this thread and in the processes that it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
@@ -233,6 +258,12 @@ def join_world(config: Config) -> World:
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        gpus = torch.cuda.device_count()
+        if device.index >= gpus:
+            raise ValueError(
+                f"torchrun's nproc_per_node: process {device.index + 1} of this node has no GPU, for torch "
+                f"sees {gpus}; start at most {gpus} a node (CUDA_VISIBLE_DEVICES may hide some)"
+            )
         torch.cuda.set_device(device)
     watch = None
     if size > 1:
@@ -265,6 +296,34 @@ def check_agreement(world: World, facts: dict[str, object]) -> None:
             f"the ranks disagree: {'; '.join(wrong[:8])}{more}. Give all of them the same command, config "
             "file, data and out_dir"
         )
+
+
+def lock_folder(config: Config, world: World) -> None:
+    """ValueError, on every rank, where another process trains in out_dir and each would spoil the other's."""
+    busy = [""]
+    if world.rank == 0:
+        path = Path(config.out_dir) / "lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        world.lock = file = open(path, "r+b", buffering=0)  # over NFS a lock wants a file open for writing
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(OSError):  # it is for people; a full disk may still be read from
+                file.truncate(file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode()))
+        except BlockingIOError:
+            holder = file.read(200).decode(errors="replace").strip()
+            busy = [
+                f"out_dir: another process ({holder or 'unknown'}) trains in {config.out_dir}; wait for it, "
+                "or give another --out_dir"
+            ]
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            world.say(f"{path}: {error.strerror}; make sure that no other run has this out_dir")
+    if world.size > 1:
+        dist.broadcast_object_list(busy, src=0)
+    if busy[0]:
+        raise ValueError(busy[0])
 
 
 def compute_dtype(config: Config, world: World) -> tuple[torch.dtype, str]:
@@ -493,6 +552,41 @@ def restore_state(model: Transformer, optimizers: list[torch.optim.Optimizer], s
                 forget(value)
 
 
+def check_state(saved: dict, config: Config, model: Transformer) -> None:
+    """ValueError where a checkpoint lacks what a run continues from, or has other tensors than the model."""
+    kept = Path(config.out_dir) / f"checkpoint_{saved['step']}.pt"
+    file = kept if kept.exists() else kept.with_name("checkpoint.pt")
+    rng = torch.get_rng_state()
+    kinds = {"model": dict, "optimizer": dict, "rng": Tensor, "skipped": int, "skipped_in_a_row": int}
+    wrong = [f"{key} is missing" for key in kinds if key not in saved]
+    wrong += [
+        f"{k} is no {t.__name__}" for k, t in kinds.items() if k in saved and not isinstance(saved[k], t)
+    ]
+    if not wrong:
+        if (saved["rng"].dtype, saved["rng"].shape) != (rng.dtype, rng.shape):
+            wrong.append("rng is no state of torch's generator")
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        found = {name: tuple(w.shape) for name, w in saved["model"].items()}
+        for name in shapes | found:
+            if found.get(name) != shapes.get(name):
+                is_now = found.get(name, "missing")
+                wrong.append(f"{name} is {is_now}, the model has {shapes.get(name, 'no such tensor')}")
+        adamw, muon = {"step": (), "exp_avg": None, "exp_avg_sq": None}, {"momentum_buffer": None}
+        for name, values in saved["optimizer"].items():  # a proxy that never learned has none
+            have = {key: tuple(v.shape) for key, v in values.items()}
+            if all(
+                have != {k: shapes.get(name) if s is None else s for k, s in m.items()} for m in (adamw, muon)
+            ):
+                wrong.append(f"the optimizer's state of {name} is {have}")
+    if wrong:
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise ValueError(
+            f"checkpoint {file} can't be continued: {'; '.join(wrong[:4])}{more}. Put a whole copy in its "
+            "place, delete it to continue from the one before, or start another run from its weights with "
+            "--init_from"
+        )
+
+
 def check_resume(saved: dict, config: Config, schedule: Schedule, data: dict) -> None:
     """ValueError where it would not be the same run: lengthening the last stage or appending is fine."""
     before, now = saved["config"], to_dict(config)
@@ -518,7 +612,9 @@ def check_resume(saved: dict, config: Config, schedule: Schedule, data: dict) ->
     elif reached < len(config.stages) and saved["step"] > schedule.ends[reached]:
         wrong.append(f"stages[{reached}] ends at step {schedule.ends[reached]}, {saved['step']} are done")
     wrong += [
-        f"the data's {k} was {saved['data'][k]}, is {data[k]}" for k in data if data[k] != saved["data"][k]
+        f"the data's {k} was {saved['data'].get(k)}, is {data[k]}"
+        for k in data
+        if data[k] != saved["data"].get(k)
     ]
     if wrong:
         raise ValueError(
@@ -600,12 +696,17 @@ def finite(value: object) -> object:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The whole lines of a metrics.jsonl; a line that a kill cut short is left out."""
+    """The records of a metrics.jsonl; a line that a kill cut short, or that is no record, is left out."""
     records = []
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-    return records
+    return [r for r in records if is_record(r)]
+
+
+def is_record(x: object) -> bool:
+    numbers = isinstance(x, dict) and all(isinstance(x.get(key), int) for key in ("step", "tokens"))
+    return numbers and x.get("kind") in KINDS
 
 
 def still_holds(record: dict, step: int) -> bool:
@@ -615,7 +716,7 @@ def still_holds(record: dict, step: int) -> bool:
 
 def wandb_step(record: dict) -> int:
     """A step of wandb's own, which takes no row twice and none below its last."""
-    return 4 * record["step"] + ("skipped", "train", "val", "proxy").index(record["kind"])
+    return len(KINDS) * record["step"] + KINDS.index(record["kind"])
 
 
 class Wandb:
@@ -647,9 +748,9 @@ class Wandb:
 
         config = self.config
         id_file = Path(config.out_dir) / "wandb_id"  # the id, and how far offline starts came
-        if id_file.exists():
-            name, *sent = id_file.read_text().split()
-            self.sent = max(handed, *map(int, sent))
+        known = id_file.read_text(errors="replace") if id_file.exists() else ""
+        if match := re.fullmatch(r"([\w-]+)(?: (-?\d+))?\s*", known, re.ASCII):
+            name, self.sent = match[1], max(handed, int(match[2] or -1))
         else:
             name = secrets.token_hex(4)
         write_atomically(id_file, lambda file: file.write(f"{name} {self.sent}\n".encode()))
@@ -776,6 +877,16 @@ def draw_curves(out_dir: str | Path) -> Path:
 # ---- the run ----------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def explained_folder() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"out_dir: {error}; mend the folder or free some space, or take another --out_dir"
+        ) from error
+
+
 class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
@@ -800,6 +911,8 @@ class Trainer:
             "eos": self.train_file.eos,
             "vocab_size": self.train_file.vocab_size,
         }
+        files = (self.train_file, self.val_file, *self.retrieval.values())
+        self.mapped = [(file.path, (m := mapping(file)), m.size()) for file in files]
         self.loader = self.loader_of(self.train_file, config.tokens_per_step)
         check_data(config, self.loader.stream, self.loader_of(self.val_file, config.tokens_per_step).stream)
 
@@ -817,18 +930,21 @@ class Trainer:
             for layer in self.model.model["layers"]:
                 layer.compile(dynamic=False)
         self.step = 0
-        saved = load_checkpoint(config.out_dir)
-        if saved is not None:
-            check_resume(saved, config, self.schedule, self.data)
-        elif config.init_from is not None:
+        if config.init_from is not None and not checkpoints(config.out_dir):
             self.load_initial(config.init_from)
         paths = ("out_dir", "dataset", "retrieval_sets")  # may differ from machine to machine
         facts = {name: value for name, value in to_dict(config).items() if name not in paths}
         facts |= {f"the data's {name}": value for name, value in self.data.items()}
         facts["the hashes of retrieval_sets"] = [file.hash for file in self.retrieval.values()]
-        facts["the step of the checkpoint"] = saved and saved["step"]
         facts["torch's version"] = torch.__version__
         check_agreement(world, facts)
+        with explained_folder():
+            lock_folder(config, world)
+        saved = load_checkpoint(config.out_dir)
+        if saved is not None:
+            check_resume(saved, config, self.schedule, self.data)
+            check_state(saved, config, self.model)
+        check_agreement(world, {"the step of the checkpoint": saved and saved["step"]})
         self.model.to(world.device)
         if world.size > 1:
             shard(self.model, world, dtype)
@@ -846,14 +962,10 @@ class Trainer:
         del saved  # its pages are the file's
         layers = config.n_layer
         self.kl_probe = torch.zeros(layers, config.n_proxy_head, device=world.device, requires_grad=True)
-        try:
+        with explained_folder():
             if world.rank == 0:
                 self.prepare_folder()
             self.log = Log(config, world, self.step)
-        except OSError as error:
-            raise OSError(
-                f"out_dir: {error}; mend the folder or free some space, or take another --out_dir"
-            ) from error
         self.note_checkpoint()
         self.signal_here = self.stop_signal = 0  # what this process was sent, and what all ranks agreed on
 
@@ -876,9 +988,23 @@ class Trainer:
             return f"{self.config.out_dir} has no checkpoint yet"
         return f"the last checkpoint is that of step {self.saved_step} in {self.config.out_dir}"
 
+    def remedy(self) -> str:
+        source = "" if self.saved_step is None else f"--init_from={self.config.out_dir} and "
+        return f"start another run with {source}a lower lr or proxy_lr"
+
     def loader_of(self, file: TokenFile, tokens: int) -> Loader:
         stream = Stream(file, seed=self.config.seed, block_size=self.config.block_size)
         return Loader(stream, tokens_per_step=tokens)
+
+    def check_files(self) -> None:
+        """ValueError where a data file changed its size: to read past its end would be a silent SIGBUS."""
+        for path, mapped, size in self.mapped:
+            if mapped.size() != size:
+                raise ValueError(
+                    f"dataset: {path} changed while it was read, from {size:,} bytes to {mapped.size():,}, "
+                    f"seen at step {self.step + 1}; prepare it again as it was. {self.last_checkpoint()}; "
+                    "the same command continues from there"
+                )
 
     def load_initial(self, source: str) -> None:
         if checkpoints(source):
@@ -915,6 +1041,7 @@ class Trainer:
         """One optimizer step on the global batch of self.step; returns what the log line says of it."""
         c, world = self.config, self.world
         world.at(f"the data of step {self.step + 1}")
+        self.check_files()
         batch = self.loader.step(self.step, stage.seq_len, stage.document_mask, world.rank, world.size)
         sequences, micro = batch.tokens.shape[0], self.micro_batch(stage)
         nll = torch.zeros((), device=world.device)
@@ -945,12 +1072,11 @@ class Trainer:
         bad[world.rank] = ~nll.isfinite()
         shared = world.sum(torch.cat([nll[None], sent, bad, kl.detach().flatten()]))
         # The step's one wait for the device.
-        grad_norm, proxy_grad_norm, nll, sigterm, sigint, *kl = torch.cat(
-            [torch.stack(grad_norms), shared]
-        ).tolist()
-        bad, kl = kl[: world.size], kl[world.size :]
+        grad_norm, proxy_grad_norm, nll, *rest = torch.cat([torch.stack(grad_norms), shared]).tolist()
+        sent, rest = rest[: len(STOP_SIGNALS)], rest[len(STOP_SIGNALS) :]
+        bad, kl = rest[: world.size], rest[world.size :]
         # A signal that came while we waited counts in the next step, for every rank alike.
-        self.stop_signal = signal.SIGTERM if sigterm else signal.SIGINT if sigint else 0
+        self.stop_signal = next((s for s, ranks in zip(STOP_SIGNALS, sent, strict=True) if ranks), 0)
 
         share = self.schedule.lr_share(self.step)
         update = None
@@ -1053,6 +1179,7 @@ class Trainer:
         for first in range(0, -(-sequences // micro), world.size):
             index = first + world.rank
             world.at(f"the evaluation after step {self.step}")
+            self.check_files()
             batch = loader.step(index, stage.seq_len, stage.document_mask)
             # Where nothing is left FSDP still wants every rank in every forward.
             batch.labels[max(0, sequences - index * micro) :] = IGNORE
@@ -1141,7 +1268,7 @@ class Trainer:
             raise RunError(
                 f"the weights are not finite after step {self.step}, so they were not saved; "
                 f"{self.last_checkpoint()}. The same command tries again from there; if that ends alike, "
-                f"start another run with --init_from={c.out_dir} and a lower lr or proxy_lr"
+                f"{self.remedy()}"
             )
         keep = world.rank == 0
         weights, moments = gather_state(self.model, self.optimizers, keep)
@@ -1164,6 +1291,8 @@ class Trainer:
                 self.write_checkpoint(state)
             except OSError as error:
                 failed = f"{error}"
+                if not Path(c.out_dir).is_dir():
+                    failed += f" (the folder {c.out_dir} is gone: put it back)"
         world.at(f"the end of the checkpoint of step {self.step}")
         if world.sum(torch.tensor(float(bool(failed)), device=world.device)):  # the ranks wait here
             raise RunError(
@@ -1218,7 +1347,9 @@ class Trainer:
     def run(self) -> int:
         """Trains to the end, or to a signal, and returns 0."""
         c, world = self.config, self.world
-        handlers = {s: signal.signal(s, self.on_signal) for s in STOP_SIGNALS}
+        hup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
+        numbers = [s for s in STOP_SIGNALS if s != signal.SIGHUP or not hup_ignored]
+        handlers = {s: signal.signal(s, self.on_signal) for s in numbers}
         try:
             self.train()
             if world.watch is not None:
@@ -1265,18 +1396,20 @@ class Trainer:
                 or (c.layer_interval > 0 and (self.step + 1) % c.layer_interval == 0)
                 or self.step + 1 in schedule.ends
             )
-            # Schedulers send SIGTERM to every process: compile workers, which this step may start, would die
-            # of it, and the step wait for them. They inherit what is blocked; the handler here comes later.
-            with blocked(signal.SIGTERM) if first and self.compiles else contextlib.nullcontext():
+            # Schedulers send SIGTERM to every process, a terminal that closes SIGHUP: compile workers, which
+            # this step may start, would die of it, and the step wait for them. They inherit what is blocked;
+            # the handler here comes later.
+            waits = (signal.SIGTERM, signal.SIGHUP) if first and self.compiles else ()
+            with blocked(*waits):
                 record = self.train_step(stage, will_log)
             self.step += 1
             if self.skipped_in_a_row >= c.max_skipped_steps:
                 raise RunError(
                     f"{self.skipped_in_a_row} steps in a row had a non-finite loss or gradient, up to step "
                     f"{self.step}; {self.last_checkpoint()}. Where one rank alone is named, suspect its GPU "
-                    "and run the same command without it; else look at the data there, or start another run "
-                    f"with --init_from={c.out_dir} and a lower lr or proxy_lr, a smaller grad_clip or a "
-                    "longer lr_warmup_tokens"
+                    f"and run the same command without it; else look at the data there, or {self.remedy()}, "
+                    f"{'a smaller grad_clip' if c.grad_clip else 'grad_clip switched on (--grad_clip=1)'} or "
+                    "a longer lr_warmup_tokens"
                 )
             layer_kl, flops = record.pop("layer_kl"), record.pop("flops")
             if will_log:
@@ -1302,7 +1435,8 @@ class Trainer:
             signal.signal(number, signal.SIG_DFL)
             if self.world.rank == 0:  # not by print, which the signal may have interrupted
                 text = "finishing the step, then saving; a second Ctrl-C ends at once, and"
-                os.write(2, f"{text} {self.last_checkpoint()}\n".encode())
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{text} {self.last_checkpoint()}\n".encode())
 
     def report_step(
         self,
@@ -1372,6 +1506,14 @@ def clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def mapping(file: TokenFile) -> mmap.mmap:
+    """What a token file is read through; it knows the file's size by now, under whatever name that is."""
+    base = file.tokens
+    while not isinstance(base, mmap.mmap):
+        base = base.base
+    return base
 
 
 def check_ranks(config: Config, world: World) -> None:
@@ -1474,13 +1616,23 @@ def predict_memory(config: Config, world: World, stage: Stage) -> tuple[int, flo
     return tokens, activations, partials
 
 
-def out_of_memory(error: torch.OutOfMemoryError, trainer: Trainer) -> str:
-    """What was asked for, by which part of the run, what was predicted, and what would need less."""
-    config, world = trainer.config, trainer.world
-    stage = config.stages[trainer.schedule.stage_of(min(trainer.step, trainer.schedule.total - 1))]
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of a GPU, or of the CPU, for which torch has no exception of its own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def out_of_memory(error: BaseException, config: Config, world: World, trainer: Trainer | None) -> str:
+    """What was asked for, by which part of the run, what was predicted, and what would need less.
+    trainer: None where it was still being made."""
+    if config.vocab_size is None:
+        return f"out of memory while reading the data: {error}"
+    stage = config.stages[0]
+    if trainer is not None:
+        stage = config.stages[trainer.schedule.stage_of(min(trainer.step, trainer.schedule.total - 1))]
     tokens, activations, attention = predict_memory(config, world, stage)
-    states = 16 * sum(p.numel() for p in trainer.model.parameters()) / world.size / 2**30
-    asked = str(error).split(". GPU")[0].rstrip(".")
+    with torch.device("meta"):
+        states = 16 * sum(p.numel() for p in Transformer(config).parameters()) / world.size / 2**30
+    asked = str(error).split("DefaultCPUAllocator: ")[-1].partition("\n")[0].split(". GPU")[0].rstrip(".")
     known = f"predicted were {states:.1f} GiB of weights, gradients and optimizer, {activations:.1f} GiB of "
     known += f"activations and {attention:.1f} GiB for attention, for {tokens:,} tokens a forward"
     if world.device.type == "cuda":
@@ -1497,10 +1649,12 @@ def out_of_memory(error: torch.OutOfMemoryError, trainer: Trainer) -> str:
     if config.mlp_chunk > 4096:
         lower.append(f"--mlp_chunk={config.mlp_chunk // 2}")
     lower.append("more ranks, or a shorter seq_len")
-    return (
-        f"out of memory in {world.doing}: {asked}; {known}. Less is needed with {', '.join(lower)}; "
-        f"{trainer.last_checkpoint()}"
-    )
+    if trainer is None:  # there are no activations yet
+        lower = ["more ranks or a smaller model"]
+        if world.device.type == "cuda":
+            lower.append("or on a GPU that nobody else uses")
+    last = trainer.last_checkpoint() if trainer else f"what {config.out_dir} holds is as it was"
+    return f"out of memory in {world.doing}: {asked}; {known}. Less is needed with {', '.join(lower)}; {last}"
 
 
 def data_commands_of(argv: list[str]) -> list[str]:
@@ -1522,7 +1676,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     config = load_config(argv)
     if config.curves:
-        print(f"wrote {draw_curves(config.out_dir)}")
+        tell(f"wrote {draw_curves(config.out_dir)}")
         return 0
     world = join_world(config)
     try:
@@ -1530,13 +1684,18 @@ def main(argv: list[str] | None = None) -> int:
         if config.dry_run:
             dry_run(config, world, data_commands_of(argv))
             return 0
-        trainer = Trainer(config, world)
+        trainer = None
         try:
+            trainer = Trainer(config, world)
             return trainer.run()
-        except torch.OutOfMemoryError as error:
-            raise OSError(out_of_memory(error, trainer)) from error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OSError(out_of_memory(error, config, world, trainer)) from error
     finally:
         error = sys.exception()
+        if world.lock is not None:
+            world.lock.close()
         if world.watch is not None:
             world.watch.leave(failed=error is not None and not isinstance(error, RunError))
         if world.size > 1 and error is None:
@@ -1550,15 +1709,16 @@ def command(argv: list[str] | None = None) -> int:
         return main(argv)
     except RunError as error:  # alike on all ranks
         if rank == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            tell(f"error: {error}", error=True)
         return 1
     except (ValueError, OSError) as error:
-        print(f"error: {f'rank {rank}: ' if ranks > 1 else ''}{error}", file=sys.stderr, flush=True)
+        tell(f"error: {f'rank {rank}: ' if ranks > 1 else ''}{error}", error=True)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
-        print("error: interrupted; what was saved is whole, the same command continues", file=sys.stderr)
+        tell("error: interrupted; what was saved is whole, the same command continues", error=True)
         return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, on_interrupt)
     sys.exit(command())

@@ -142,6 +142,11 @@ def check(config: Config) -> None:
             _need(0 < getattr(c, name) < float("inf"), c, name, "positive and finite")
     for name in _NOT_NEGATIVE:
         _need(0 <= getattr(c, name) < float("inf"), c, name, "at least 0 and finite")
+    for name, hint in _hints(Config).items():
+        if _kind(hint)[0] is int and getattr(c, name) is not None:
+            largest = _LARGEST.get(name, 2**63 - 1)
+            _need(getattr(c, name) <= largest, c, name, f"at most {largest}")
+    _need(c.n_head * c.head_dim <= _WIDEST, c, "head_dim", f"at most {_WIDEST} / n_head ({c.n_head})")
     for name in ("lr_decay_share", "lr_min_share"):
         _need(0 <= getattr(c, name) <= 1, c, name, "a share from 0 to 1")
     for name in ("beta1", "beta2", "muon_momentum"):
@@ -234,6 +239,12 @@ _NOT_NEGATIVE = (
     *("proxy_grad_clip", "log_interval", "layer_interval", "eval_interval", "kl_interval"),
     *("checkpoint_interval",),
 )
+_WIDEST = 2**24  # with it no tensor has 2^63 bytes
+_LARGEST = {  # of others, and of the seed: what 64 bits hold
+    "n_layer": 10_000,
+    **dict.fromkeys(("d_model", "n_head", "head_dim", "d_mlp"), _WIDEST),
+    **dict.fromkeys(("vocab_size", "block_size", "top_k"), 2**31 - 1),
+}
 _CHOICES = {
     "device": ("auto", "cuda", "cpu"),
     "dtype": ("auto", "bfloat16", "float32"),
@@ -243,7 +254,7 @@ _CHOICES = {
 _ALIASES = {"learning_rate": "lr", "wandb_run_name": "wandb_name"}  # as nanoGPT calls them
 # What a mistake in a config file raises when it is run; SystemExit and the like are the file's own will.
 _MISTAKES = (SyntaxError, NameError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
-_MISTAKES += (ImportError, OSError)
+_MISTAKES += (ImportError, OSError, AssertionError, RuntimeError)
 _MULTIPLES = (
     ("n_head", "n_kv_head"),
     ("n_head", "n_proxy_head"),
@@ -266,16 +277,17 @@ def _check_stage(c: Config, s: Stage, prefix: str) -> None:
     tip = "give either, and leave the other out"
     if s.steps is not None:
         need(s.tokens is None, name="tokens", allowed=f"None beside steps={s.steps}", remedy=tip)
-        need(s.steps > 0, name="steps", allowed="positive")
+        need(0 < s.steps < 2**63, name="steps", allowed="positive and below 2**63")
     else:
         need(s.tokens is not None, name="steps", allowed="given where tokens is not", remedy=tip)
-        need(s.tokens > 0, name="tokens", allowed="positive")
+        need(0 < s.tokens < 2**63, name="tokens", allowed="positive and below 2**63")
     allowed = f"a positive multiple of block_size ({c.block_size})"
     need(s.seq_len > 0 and s.seq_len % c.block_size == 0, name="seq_len", allowed=allowed)
     allowed = f"a divisor of tokens_per_step ({c.tokens_per_step})"
     tip = "change one of them; powers of two fit"
     need(c.tokens_per_step % s.seq_len == 0, name="seq_len", allowed=allowed, remedy=tip)
-    need(s.rope_theta is None or s.rope_theta > 0, name="rope_theta", allowed="positive, or None")
+    theta = 1 if s.rope_theta is None else s.rope_theta
+    need(0 < theta < float("inf"), name="rope_theta", allowed="positive and finite, or None")
     if s.freeze_backbone:
         allowed = f'False where attention is "{s.attention}"'
         need(s.attention == "warmup", name="freeze_backbone", allowed=allowed, remedy='it goes with "warmup"')
@@ -297,14 +309,15 @@ def _find_file(path: str) -> Path:
 def _run_file(file: Path) -> dict[str, Any]:
     """The names that a config file assigns, less the file's own."""
     try:
+        file.read_text(encoding="utf-8")  # Python itself lets other bytes pass in comments
         names = runpy.run_path(str(file))
     except _MISTAKES as error:
         inner = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
         line = error.lineno if isinstance(error, SyntaxError) else inner[-1] if inner else None
         where = f"{file} line {line}" if line else f"{file}"
-        what = error.msg if isinstance(error, SyntaxError) else error
-        tip = "mend the file, --help lists the fields"
-        raise ConfigError(f"{where}: {type(error).__name__}: {what}; {tip}") from error
+        what = error.msg if isinstance(error, SyntaxError) else f"{error}"
+        what = f"{type(error).__name__}: {what}" if what else type(error).__name__
+        raise ConfigError(f"{where}: {what}; mend the file, --help lists the fields") from error
     found = {}
     for name, value in names.items():
         own = name.startswith("_") or callable(value) or isinstance(value, types.ModuleType)
@@ -403,7 +416,8 @@ def _hints(cls: type) -> dict[str, Any]:
 def _known(cls: type, values: dict[str, Any], where: str, note: str = "") -> dict[str, Any]:
     for name in values:
         if name not in _hints(cls):
-            near = difflib.get_close_matches(name, _hints(cls), n=1, cutoff=0.5)
+            names = [*_hints(cls), *(_ALIASES if cls is Config else ())]
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             tip = f"did you mean {near[0]}?" if near else "--help lists the fields"
             raise ConfigError(f"{where}: {name!r} is not a field of {cls.__name__}; {tip}{note}")
     return values

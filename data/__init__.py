@@ -543,8 +543,16 @@ T = TypeVar("T")
 def run_script(main: Callable[[], int | None]) -> NoReturn:
     """Runs a script and leaves with its exit code, after an error with one line on stderr: 2 if the input was
     bad (ValueError), 1 if the machine failed (OSError), 130 after Ctrl-C."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows what it can
     try:
-        sys.exit(main())
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:  # `| head` has read enough; what is left goes nowhere, without a word at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + 13)  # as if by SIGPIPE
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
@@ -565,7 +573,27 @@ def prepare_parser(file: str, doc: str) -> argparse.ArgumentParser:
         "--tokenizer", choices=("bytes", "gpt2"), default="bytes", help="gpt2 needs a download"
     )
     parser.add_argument("--seed", type=int, default=0, help="which documents go to validation, what is drawn")
+    parser.add_argument(
+        "--verify",
+        action=_Verify,
+        metavar="DATA_SET",
+        default=argparse.SUPPRESS,
+        help="read a prepared data set, compare it with the hashes in its headers, and stop",
+    )
     return parser
+
+
+class _Verify(argparse.Action):
+    """Like --help: it needs no other option, and leaves when it is done."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: str, *_: Any) -> NoReturn:
+        folder = find_dataset(value)
+        for path in (folder / "train.bin", folder / "val.bin"):
+            if path.is_file():
+                file = TokenFile(path)
+                file.verify()
+                print(f"{path}: whole, {file.n_docs:,} documents, {len(file):,} tokens, sha256 {file.hash}")
+        parser.exit()
 
 
 def share(text: str) -> float:

@@ -8,8 +8,10 @@ import os
 import random
 import resource
 import shutil
+import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ import data.text.prepare as text
 import msa
 import sample
 import train
-from model import read_checkpoint
+from model import DamagedCheckpoint, load_run, read_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
@@ -53,8 +55,8 @@ def leave(monkeypatch, capsys, program, *argv):
 
 
 def tree(folder):
-    """Every file below with its content, and every folder."""
-    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+    """Every file below with its content, and every folder; but for the lock, which says who held it last."""
+    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*") if p.name != "lock"}
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ def run(trained, tmp_path):
     "lines, argument, parts",
     [
         ("n_layers = 3", "", ["config.py: 'n_layers' is not a field", "did you mean n_layer?"]),
-        ("", "--lerning_rate=1", ["command line: 'lerning_rate' is not a field"]),
+        ("", "--lerning_rate=1", ["command line: 'lerning_rate' is not a field", "mean learning_rate?"]),
         ("n_layer = (3", "", ["config.py line 12: SyntaxError", "mend the file"]),
         ("", "--stages=3", ["--stages is for config files only"]),
         ("stages[1] = Stage(steps=1, seq_len=60, attention='dense')", "", ["stages[1].seq_len is 60", "(8)"]),
@@ -229,6 +231,84 @@ def test_a_checkpoint_that_was_cut(run, refused):
         other.unlink()
     for program, argv in ((train, command_of(run)), (sample, [f"--out_dir={run / 'run'}"])):
         assert "is cut short or damaged" in refused(program, *argv)
+
+
+def content_of(file):
+    """Where in a checkpoint the bytes of its records lie."""
+    places = []
+    with zipfile.ZipFile(file) as archive, open(file, "rb") as raw:
+        for info in archive.infolist():
+            raw.seek(info.header_offset + 26)
+            begin = info.header_offset + 30 + sum(struct.unpack("<HH", raw.read(4)))
+            places.append(range(begin, begin + info.file_size))
+    return places
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_a_checkpoint_with_a_changed_byte(run, refused):
+    """One in what it holds is always refused; one elsewhere may be filler, and then nothing else differs."""
+    file, rng = run / "run" / "checkpoint.pt", random.Random(0)
+    raw, records = file.read_bytes(), content_of(file)
+    whole = read_checkpoint(file)
+    (pickled,) = (r for r in records if raw[r.start : r.start + 2] == b"\x80\x02")  # data.pkl
+    places = [*rng.sample(pickled, 30), *(rng.choice(rng.choice(records)) for _ in range(30))]
+    for i, at in enumerate([*places, *rng.sample(range(len(raw)), 30), *range(len(raw) - 200, len(raw), 5)]):
+        mask = 1 << rng.randrange(8) if i % 2 else rng.randrange(1, 256)
+        damaged = raw[:at] + bytes([raw[at] ^ mask]) + raw[at + 1 :]
+        (run / "run" / "new").write_bytes(damaged)  # a mapped file must not change under its tensors
+        os.replace(run / "run" / "new", file)
+        try:
+            loaded = read_checkpoint(file)
+        except DamagedCheckpoint as error:
+            assert str(error).startswith(f"checkpoint {file} is cut short or damaged; put a whole copy")
+        else:
+            assert i >= len(places) and same(loaded, whole), at
+    file.write_bytes(raw)
+    for other in run.glob("run/checkpoint*.pt"):
+        content, at = other.read_bytes(), max(content_of(other), key=len)[7]
+        other.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    for program, argv in ((train, command_of(run)), (sample, [f"--out_dir={run / 'run'}"])):
+        assert "damaged; put a whole copy in its place, delete all checkpoint*.pt to start over" in refused(
+            program, *argv
+        )
+
+
+def test_a_resume_passes_over_a_changed_byte(run, monkeypatch, capsys):
+    file = run / "run" / "checkpoint.pt"
+    shutil.copy(file, run / "run" / "checkpoint_1.pt")
+    raw = bytearray(file.read_bytes())
+    raw[max(content_of(file), key=len)[7]] ^= 1  # of a weight
+    file.write_bytes(raw)
+    assert load_run(run / "run").step == 2
+    assert (
+        "checkpoint.pt cut short or damaged; checkpoint_1.pt, of step 2, instead" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), TypeError("x"), IndexError(), AttributeError(), ValueError()]
+)
+def test_a_checkpoint_that_does_not_unpickle(run, refused, monkeypatch, error):
+    def load(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    message = refused(sample, f"--out_dir={run / 'run'}")
+    assert f"{run / 'run' / 'checkpoint.pt'} is cut short or damaged" in message
+
+
+def test_a_checkpoint_of_another_format(run, refused):
+    file = run / "run" / "checkpoint.pt"
+    torch.save(torch.load(file, weights_only=True) | {"format": 2}, file)
+    for program, argv in ((train, command_of(run)), (sample, [f"--out_dir={run / 'run'}"])):
+        assert "checkpoint.pt has format 2, this code reads format 1; take the version" in refused(
+            program, *argv
+        )
 
 
 def test_a_checkpoint_with_code(run, refused, monkeypatch):

@@ -7,9 +7,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import configs
 from configs import Config, ConfigError, Stage, check, load_config
+from model import Transformer
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(ROOT.glob("configs/[!_]*.py"))
@@ -80,7 +82,11 @@ def test_override(tmp_path, arg, name, value):
 @pytest.mark.parametrize(
     "arg, parts",
     [
-        ("--lerning_rate=1", ["lerning_rate", "lr"]),
+        ("--lerning_rate=1", ["lerning_rate", "did you mean learning_rate?"]),
+        (f"--seed={2**63}", ["seed is 9223372036854775808", "at most 9223372036854775807"]),
+        ("--n_layer=2**99", ["n_layer is 6338", "at most 10000"]),
+        ("--n_layer=1e300", ["n_layer is 1000", "at most 10000"]),
+        ("--lr_warmup_tokens=2**63", ["lr_warmup_tokens is", "at most"]),
         ("--tokens_per_stp=1", ["tokens_per_stp", "did you mean tokens_per_step?"]),
         ("--zzzz=1", ["zzzz", "--help"]),
         ("--lr", ["--lr", "--lr=VALUE"]),
@@ -179,6 +185,10 @@ def test_numbers_take_the_type_of_their_field(tmp_path):
         ("stages = [Stage(seqlen=3, attention='dense')]", 3, "unexpected keyword argument 'seqlen'"),
         ("def f():\n    return 1 / 0\nseed = f()", 4, "ZeroDivisionError: division by zero"),
         ("open('nowhere')", 3, "FileNotFoundError: "),
+        ("assert 1 == 2", 3, "line 3: AssertionError; mend"),
+        ("assert 1 == 2, 'never'", 3, "AssertionError: never"),
+        ("raise RuntimeError('x')", 3, "RuntimeError: x"),
+        ("def f():\n    f()\nf()", 4, "RecursionError: maximum recursion depth"),
     ],
 )
 def test_a_file_that_does_not_run_is_named_with_the_line(tmp_path, text, line, what):
@@ -190,6 +200,13 @@ def test_a_file_that_does_not_run_is_named_with_the_line(tmp_path, text, line, w
 def test_a_file_that_is_no_python(tmp_path):
     (tmp_path / "x.py").write_bytes(b"\0\xff")
     assert fails([str(tmp_path / "x.py")]).startswith(f"{tmp_path / 'x.py'}: ")
+
+
+@pytest.mark.parametrize("first", [b"", b"# -*- coding: latin-1 -*-\n"])
+def test_a_file_of_another_encoding(tmp_path, first):
+    (tmp_path / "x.py").write_bytes(first + b"# caf\xe9\nn_layer = 1\n")
+    message = fails([str(tmp_path / "x.py")])
+    assert message.startswith(f"{tmp_path / 'x.py'}: UnicodeDecodeError: 'utf-8' codec"), message
 
 
 def test_names_of_nanogpt_in_a_file(tmp_path):
@@ -227,6 +244,12 @@ RULES = [
     *[(name, {name: 0}) for name in configs._POSITIVE],
     *[(name, {name: -1}) for name in configs._NOT_NEGATIVE],
     *[(name, {name: "other"}) for name in configs._CHOICES],
+    *[(name, {name: largest + 1}) for name, largest in configs._LARGEST.items()],
+    ("seed", {"seed": 2**63}),
+    ("eval_tokens", {"eval_tokens": 2**63}),
+    ("vocab_size", {"vocab_size": 2**31}),
+    ("head_dim", {"head_dim": 2**22}),
+    ("rope_theta", {"rope_theta": float("inf")}),
     *[(name, {name: 1.5}) for name in ("lr_decay_share", "lr_min_share")],
     *[(name, {name: 1.0}) for name in ("beta1", "beta2", "muon_momentum")],
     ("lr", {"lr": float("inf")}),
@@ -256,6 +279,10 @@ RULES = [
     ("stages[1].seq_len", stage(seq_len=128 * 3)),
     ("stages[1].seq_len", stage(seq_len=2**20)),
     ("stages[1].rope_theta", stage(rope_theta=0.0)),
+    ("stages[1].rope_theta", stage(rope_theta=float("inf"))),
+    ("stages[1].rope_theta", stage(rope_theta=float("nan"))),
+    ("stages[1].steps", stage(steps=2**63)),
+    ("stages[1].tokens", stage(steps=None, tokens=2**63)),
     ("stages[1].freeze_backbone", stage(freeze_backbone=True)),
     ("stages[0].attention", {"dense_layers": 4}),
 ]
@@ -276,6 +303,15 @@ def test_what_the_rules_allow():
     check(valid(dense_layers=4, stages=[Stage(1024, "dense", steps=1)]))
     check(valid(stages=[Stage(1024, "warmup", steps=1, freeze_backbone=True, rope_theta=5)]))
     check(valid(activation_offload=True, activation_checkpoint=True, top_k=128, grad_clip=0, log_interval=0))
+
+
+def test_the_largest_that_the_rules_allow_has_sizes_that_64_bits_hold():
+    n = 2**24
+    shape = {"n_layer": 1, "d_model": n, "d_mlp": n, "head_dim": 2, "vocab_size": 2**31 - 1}
+    config = valid(**shape, n_head=n // 2, n_kv_head=n // 2, n_proxy_head=n // 2, n_proxy_kv_head=n // 2)
+    check(config)
+    with torch.device("meta"):
+        assert max(p.nbytes for p in Transformer(config).parameters()) < 2**63
 
 
 def test_stage_steps():

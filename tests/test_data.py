@@ -354,6 +354,26 @@ def test_damaged_files_are_refused(tmp_path):
         data.TokenFile(path)
 
 
+@pytest.mark.parametrize("script", [pysrc, text, passkey, hf])
+def test_verify_from_the_shell(tmp_path, monkeypatch, capsys, script):
+    """Zeros in the middle of the tokens are tokens too: the hash alone tells."""
+    for name in ("train", "val"):
+        write(tmp_path / f"{name}.bin", [[1] * 5000])
+    argv = ["--verify", str(tmp_path)]
+    with pytest.raises(SystemExit) as stop:
+        script.main(argv)
+    assert not stop.value.code
+    assert f"{tmp_path / 'val.bin'}: whole, 1 documents, 5,000 tokens, sha256" in capsys.readouterr().out
+    raw = bytearray((tmp_path / "val.bin").read_bytes())
+    raw[6000:11000] = bytes(5000)
+    (tmp_path / "val.bin").write_bytes(raw)
+    data.Stream(data.TokenFile(tmp_path / "val.bin"), seed=0, block_size=8).read(0, 5000)
+    with pytest.raises(ValueError, match="val.bin: its content has sha256 .*: run the prepare.py"):
+        script.main(argv)
+    with pytest.raises(ValueError, match="there is no data set"):
+        script.main(["--verify", str(tmp_path / "other")])
+
+
 def test_find_dataset(tmp_path, monkeypatch):
     write(tmp_path / "mine" / "train.bin", [[1]])
     assert data.find_dataset(tmp_path / "mine") == tmp_path / "mine"

@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 import errno
+import fcntl
 import itertools
 import math
 import os
@@ -74,8 +75,10 @@ def names(out):
     return {p.name for p in Path(out).iterdir()}
 
 
-def test_compile_workers_outlive_a_sigterm(toy, tmp_path, monkeypatch):  # noqa: F811
-    """Of a process group, as schedulers and `timeout` send it: the step would wait for them for ever."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_compile_workers_outlive_a_signal(toy, tmp_path, monkeypatch, number):  # noqa: F811
+    """To a process group, as schedulers, `timeout` and terminals send it: the step would wait for ever."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     children = []
 
     def start(trainer, *_):
@@ -88,13 +91,13 @@ def test_compile_workers_outlive_a_sigterm(toy, tmp_path, monkeypatch):  # noqa:
     run(toy, tmp_path / "run", *QUIET, "--compile=True")
     (child,) = children
     try:
-        child.send_signal(signal.SIGTERM)
+        child.send_signal(number)
         time.sleep(0.5)
         assert child.poll() is None
     finally:
         child.kill()
         child.wait()
-    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 # --- memory ---
@@ -115,6 +118,153 @@ def test_out_of_memory_says_where_and_what_needs_less(toy, tmp_path, capsys, mon
     assert "total capacity" not in line
 
 
+@pytest.mark.parametrize("what", ["GPU", "CPU", "numpy"])
+def test_out_of_memory_at_the_start(toy, tmp_path, capsys, monkeypatch, what):  # noqa: F811
+    """While weights go to the device, before there is a trainer."""
+    cpu = (
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+    )
+    error = {
+        "GPU": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"),
+        "CPU": RuntimeError(f"{cpu} to allocate 8 bytes. Error code 12 (Cannot allocate memory)\nat frame 0"),
+        "numpy": MemoryError("Unable to allocate 20.0 GiB"),
+    }[what]
+
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(train.Transformer, "to", full)
+    assert train.command(arguments(toy, tmp_path / "run", *QUIET)) == 1
+    assert_one_error(capsys, "out of memory in the start: ", "llocate", "GiB of weights", "more ranks")
+
+
+def test_other_runtime_errors_keep_their_traceback(toy, tmp_path, monkeypatch):  # noqa: F811
+    def broken(*_):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(train.Transformer, "to", broken)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        train.command(arguments(toy, tmp_path / "run", *QUIET))
+
+
+def test_more_processes_than_gpus(toy, tmp_path, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert train.command(arguments(toy, tmp_path / "run", "--device=cuda")) == 2
+    assert_one_error(capsys, "nproc_per_node", "process 3 of this node has no GPU", "sees 2")
+
+
+# --- the console ---
+
+
+def launch(toy, out, *more, **where):  # noqa: F811
+    command = [sys.executable, str(ROOT / "train.py"), *arguments(toy, out, *QUIET, *more)]
+    return subprocess.Popen(command, env=environment(), cwd=out.parent, **where)
+
+
+@pytest.mark.parametrize("how", ["full", "both full", "a reader that died"])
+def test_a_console_that_fails(toy, tmp_path, whole, how):  # noqa: F811
+    """The run goes on to its end, and its exit code says so; stderr says it once."""
+    out = tmp_path / "run"
+    with open("/dev/full", "wb") as full:
+        stdout = subprocess.PIPE if how == "a reader that died" else full
+        stderr = full if how == "both full" else subprocess.PIPE
+        process = launch(toy, out, stdout=stdout, stderr=stderr)
+    if process.stdout:
+        process.stdout.close()
+    errors = process.stderr.read().decode() if process.stderr else ""
+    assert process.wait(timeout=60) == 0, errors
+    if process.stderr:
+        process.stderr.close()
+        assert errors.count("stdout can't be written: [Errno") == 1 and "Traceback" not in errors
+    assert_same_run(out, whole(*QUIET))
+
+
+def test_a_terminal_that_closes(toy, tmp_path, whole):  # noqa: F811
+    """SIGHUP, and EIO from what is printed then: the step in hand is saved."""
+    out, (ours, theirs) = tmp_path / "run", os.openpty()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    process = start(toy, out, *QUIET, code=SLOW_STEPS, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    try:
+        wait_for(out / "metrics.jsonl", 7, process)
+        os.close(ours)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+    assert 7 <= checkpoint(out)["step"] <= 8
+    assert run(toy, out, *QUIET) == 0
+    assert_same_run(out, whole(*QUIET))
+
+
+def test_nohup(toy, tmp_path, monkeypatch):  # noqa: F811
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    at_step(monkeypatch, 2, lambda _: os.kill(os.getpid(), signal.SIGHUP))
+    assert run(toy, tmp_path / "run", *QUIET) == 0
+    assert checkpoint(tmp_path / "run")["step"] == 13
+
+
+def test_ctrl_c_during_the_imports(toy, tmp_path):  # noqa: F811
+    """Wherever it comes, at most a line, and the process is gone."""
+    (tmp_path / "numpy.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)"
+    )
+    command = [sys.executable, str(ROOT / "train.py"), *arguments(toy, tmp_path / "run")]
+    env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGINT and done.stderr.count("\n") <= 1
+
+
+# --- two starts in one folder ---
+
+
+def test_two_starts_in_one_folder(toy, tmp_path, whole, capsys):  # noqa: F811
+    """The second is refused and changes nothing; after a kill -9 nothing is in the way."""
+    out = tmp_path / "run"
+    process = start(toy, out, *QUIET, code=SLOW_STEPS)
+    try:
+        wait_for(out / "metrics.jsonl", 7, process)
+        assert train.command(arguments(toy, out, *QUIET)) == 2
+        holder = f"another process (pid {process.pid} on {socket.gethostname()}) trains in {out}"
+        assert_one_error(capsys, holder, "--out_dir")
+        assert run(toy, out, "--dry_run=True") == 0 and run(toy, out, "--curves=True") == 0
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    assert run(toy, out, *QUIET) == 0
+    assert_same_run(out, whole(*QUIET))
+
+
+def test_two_starts_of_two_ranks(toy, tmp_path):  # noqa: F811
+    """Every rank refuses, with the same message."""
+    out = tmp_path / "run"
+    out.mkdir()
+    with open(out / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        processes = start_ranks(toy, out, "", (QUIET, QUIET))
+        try:
+            errors = [process.communicate(timeout=60)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    assert [process.returncode for process in processes] == [2, 2]
+    assert all("another process (unknown) trains in" in text for text in errors)
+    assert names(out) == {"lock"}
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(toy, tmp_path, monkeypatch, capsys, code):  # noqa: F811
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert run(toy, tmp_path / "run", "--stage_steps=1", *QUIET) == 0
+    assert "make sure that no other run has this out_dir" in capsys.readouterr().out
+
+
 # --- kills ---
 
 
@@ -126,15 +276,15 @@ def test_killed_again_and_again(tmp_path, variant):
     assert hit.total() == 6
 
 
-def start(toy, out, *more, code=""):  # noqa: F811
+def start(toy, out, *more, code="", stdout=subprocess.PIPE, stderr=subprocess.PIPE):  # noqa: F811
     """A process that trains, with something done to it first."""
     text = f"import sys, time, train\n{code}\nsys.exit(train.command({arguments(toy, out, *more)!r}))"
     return subprocess.Popen(
         [sys.executable, "-c", text],
         env=environment(),
         cwd=out.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
         text=True,
     )
 
@@ -271,6 +421,66 @@ def test_code_in_a_checkpoint_is_not_run(toy, tmp_path, monkeypatch, capsys):  #
     assert not (tmp_path / "evil").exists()
 
 
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda s: s.pop("optimizer"), "optimizer is missing"),
+        (lambda s: s.pop("rng"), "rng is missing"),
+        (lambda s: s.pop("skipped"), "skipped is missing"),
+        (lambda s: s.update(rng=torch.zeros(3)), "rng is no state"),
+        (lambda s: s.update(skipped=None), "skipped is no int"),
+        (lambda s: s["model"].pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda s: s["model"].update(extra=torch.ones(1)), "extra is (1,), the model has no such tensor"),
+        (lambda s: s["model"].update({"model.norm.weight": torch.ones(5)}), "model.norm.weight is (5,), the"),
+        (lambda s: s["optimizer"]["model.norm.weight"].pop("exp_avg"), "optimizer's state of model.norm"),
+        (lambda s: s["data"].pop("hash"), "the data's hash was None"),
+    ],
+)
+def test_a_checkpoint_that_lacks_something(toy, stopped_at_6, tmp_path, capsys, spoil, message):  # noqa: F811
+    """One line that names the file and what it lacks, exit code 2; nothing is changed."""
+    out = tmp_path / "run"
+    shutil.copytree(stopped_at_6, out)
+    saved = checkpoint(out)
+    spoil(saved)
+    torch.save(saved, out / "checkpoint.pt")
+    before = (out / "checkpoint.pt").read_bytes()
+    assert train.command(arguments(toy, out, *QUIET)) == 2
+    named = () if "hash" in message else (str(out / "checkpoint.pt"),)
+    assert_one_error(capsys, message, *named)
+    assert (out / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def stopped_at_6(toy, tmp_path_factory):  # noqa: F811
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    crash_at(toy, out, 6, *QUIET)
+    return out
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+def test_a_data_file_that_shrinks(toy, tmp_path, whole, name):  # noqa: F811
+    """A message instead of SIGBUS; in a process of its own, which may die of it."""
+    data = tmp_path / "data"
+    shutil.copytree(toy / "data", data)
+    code = f"""
+import os
+inner = train.Trainer.train_step
+def shrink(self, *args):
+    if self.step == 5:
+        os.truncate({str(data / name)!r}, 0)
+    return inner(self, *args)
+train.Trainer.train_step = shrink
+"""
+    out = tmp_path / "run"
+    process = start(toy, out, *QUIET, f"--dataset={data}", code=code)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 2, errors
+    assert f"{data / name} changed while it was read" in errors and "at step 6" in errors
+    assert "Traceback" not in errors and checkpoint(out)["step"] == 5
+    assert run(toy, out, *QUIET) == 0
+    assert_same_run(out, whole(*QUIET))
+
+
 @pytest.mark.slow
 def test_memory_after_a_resume(toy, tmp_path):  # noqa: F811
     """Weights and moments are there once, not twice: the checkpoint's pages go away as they are copied."""
@@ -324,7 +534,15 @@ def test_a_disk_that_gives_out(toy, tmp_path, disk, whole, capsys, what):  # noq
     """One message, exit code 1, the last checkpoint whole; with space again the run comes to the same end."""
     out = disk / "run"
     with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, 6, lambda _: fill(disk) if what == "full" else remount(disk, "ro"))
+
+        def give_out(trainer):
+            if what == "full":
+                fill(disk)
+            else:
+                trainer.world.lock.close()  # a disk fails with files open for writing, `mount` waits
+                remount(disk, "ro")
+
+        at_step(patch, 6, give_out)
         assert train.command(arguments(toy, out, *QUIET)) == 1
     reason = "No space left" if what == "full" else "Read-only file system"
     assert_one_error(
@@ -367,6 +585,7 @@ def test_a_folder_that_goes_away(toy, tmp_path, whole, capsys):  # noqa: F811
     text = capsys.readouterr()
     assert text.out.count("metrics.jsonl can't be written") == 1
     assert text.err.count("error: ") == 1 and "No such file" in text.err and not out.exists()
+    assert f"the folder {out} is gone: put it back" in text.err
     (tmp_path / "moved").rename(out)
     assert run(toy, out, *QUIET) == 0
     assert_same_run(out, whole(*QUIET))
@@ -688,6 +907,18 @@ def test_wandb_over_a_resume(toy, tmp_path, server, how):  # noqa: F811
     assert_every_row(server, out)
     assert len({id for _, id, _ in server.calls}) == 1
     assert all(resume == "allow" for _, _, resume in server.calls)
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe\0", b"some words here", b"abc x\n", b"\n\n"])
+def test_a_damaged_wandb_id(toy, tmp_path, server, text):  # noqa: F811
+    """It counts as none: a new id, and every row is sent."""
+    out = tmp_path / "run"
+    crash_at(toy, out, 6, *QUIET)
+    (out / "wandb_id").write_bytes(text)
+    assert run(toy, out, "--wandb=True", *QUIET) == 0
+    assert_every_row(server, out)
+    (name,) = {id for _, id, _ in server.calls}
+    assert (out / "wandb_id").read_text().split()[0] == name and len(name) == 8
 
 
 def test_wandb_offline_over_kills(toy, tmp_path, server, monkeypatch):  # noqa: F811

@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -193,6 +194,14 @@ def test_pick_keeps_the_token_that_crosses_top_p():
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()[:, [2, 0, 3, 1]].repeat(4000, 1)
     for top_p, kept in ((0.01, {1}), (0.49, {1}), (0.51, {1, 3}), (0.74, {1, 3}), (1.0, {0, 1, 2, 3})):
         assert set(sample.pick(logits, 1.0, None, top_p, gen(0)).tolist()) == kept
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-9])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 2}, {"top_p": 0.5}])
+def test_pick_at_the_smallest_temperatures_is_the_likeliest(temperature, cut):
+    logits = torch.tensor([[1e4, 2e4, -float("inf"), 1.9e4], [-3.0, -5.0, -2.0, -float("inf")]])
+    cut = {"top_k": None, "top_p": None, **cut}
+    assert sample.pick(logits, temperature, generator=gen(1), **cut).tolist() == [1, 2]
 
 
 def test_pick_at_temperature_zero_is_the_likeliest():
@@ -417,7 +426,11 @@ def test_export_to_a_full_disk(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "argument,says",
     [
-        ("--temperature=-1", "--temperature must be at least 0, got -1"),
+        ("--temperature=-1", "--temperature must be at least 0 and finite, got -1"),
+        ("--temperature=nan", "--temperature must be at least 0 and finite, got nan"),
+        ("--temperature=inf", "--temperature must be at least 0 and finite, got inf"),
+        (f"--seed={2**64}", "--seed must be at least 0 and below 2**63, got 18446744073709551616"),
+        ("--seed=-1", "--seed must be at least 0 and below 2**63, got -1"),
         ("--top_k=0", "--top_k must be at least 1, got 0"),
         ("--top_p=0", "--top_p must be above 0 and at most 1, got 0"),
         ("--top_p=1.5", "--top_p must be above 0 and at most 1, got 1.5"),
@@ -465,14 +478,43 @@ def test_errors_of_files_name_them(tmp_path):
 def test_as_a_program(tmp_path):
     out_dir = save_run(tmp_path, successor_model(b"bc", ord("a")), STAGES)
 
-    def run(*argv):
-        return subprocess.run([sys.executable, "sample.py", *argv], cwd=ROOT, capture_output=True, text=True)
+    def run(*argv, **variables):
+        command, env = [sys.executable, "sample.py", *argv], os.environ | variables
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
     done = run(out_dir, "--start=a", "--temperature=0")
     assert done.returncode == 0 and done.stdout == "abc\n"
+    done = run(out_dir, "--start=é", "--temperature=0", "--max_new_tokens=1", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and done.stdout.startswith("?"), done.stderr
     done = run("--out_dir=nowhere")
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("error: out_dir: nowhere holds no checkpoint.pt"), done.stderr
+
+
+@BOTH
+def test_the_cache_grows_as_tokens_come(attention, monkeypatch):
+    kwargs = {"attention": attention, "temperature": 1.5, "rope_theta": 77.0}
+    whole = texts(build(), PROMPTS, **kwargs)
+    monkeypatch.setattr(sample, "CACHE_ROOM", 1)
+    assert texts(build(), PROMPTS, **kwargs) == whole
+
+
+def test_more_tokens_than_memory_holds_end_at_eos(tmp_path, capsys):
+    out_dir = save_run(tmp_path, successor_model(b"bc", ord("a")), STAGES)
+    sample.main([out_dir, "--start=a", "--temperature=0", "--max_new_tokens=99999999999"])
+    assert capsys.readouterr().out == "abc\n"
+
+
+@pytest.mark.parametrize("argv", [["--start=a", "--temperature=0"], ["--help"]])
+def test_a_reader_that_has_enough(tmp_path, argv):
+    out_dir = save_run(tmp_path, successor_model(b"bc", ord("a")), STAGES)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "sample.py", out_dir, *argv]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode in (0, 141)  # argparse passes over what it cannot print
+    assert "roken" not in done.stderr and "rror" not in done.stderr, done.stderr
 
 
 @pytest.mark.slow

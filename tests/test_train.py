@@ -138,7 +138,7 @@ def light():
 @pytest.fixture(autouse=True)
 def handlers():
     """A run that fails leaves its signal handlers behind."""
-    kept = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    kept = {s: signal.getsignal(s) for s in train.STOP_SIGNALS}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
@@ -371,6 +371,7 @@ def test_run_leaves_its_files(finished, toy):
         "checkpoint_12.pt",
         "config.json",
         "curves.png",
+        "lock",
         "metrics.jsonl",
     }
     saved = json.loads((finished / "config.json").read_text())
@@ -967,7 +968,7 @@ def wait_for(path, lines, process, seconds=120):
     raise AssertionError(f"the run wrote no {lines} lines (exit code {process.poll()})")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_process_that_is_killed(toy, tmp_path, whole, number):
     """A real one, at a moment of chance; what it left is continued to the same end."""
     stages = (
@@ -979,6 +980,7 @@ def test_a_process_that_is_killed(toy, tmp_path, whole, number):
     more = (file, "--eval_interval=40", "--kl_interval=0", "--checkpoint_interval=3", "--log_interval=5")
     out, delay = tmp_path / "run", random.Random(int(number)).uniform(0, 0.5)
     command = [sys.executable, str(ROOT / "train.py"), *arguments(toy, out, *more)]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     process = subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     try:
         wait_for(out / "metrics.jsonl", 3, process)
@@ -988,7 +990,7 @@ def test_a_process_that_is_killed(toy, tmp_path, whole, number):
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == (0 if number == signal.SIGTERM else -signal.SIGKILL), text
+    assert process.returncode == (-number if number == signal.SIGKILL else 0), text
     assert 0 < checkpoint(out)["step"] < 120
     assert run(toy, out, *more) == 0
     assert_same_run(out, whole(*more))
@@ -1178,6 +1180,27 @@ def test_many_skipped_steps_end_the_run(toy, tmp_path, monkeypatch):
     assert checkpoint(tmp_path / "run")["step"] == 7
 
 
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("first", [0, 3])
+def test_advice_after_skipped_steps(toy, tmp_path, monkeypatch, first, clip):
+    """It names what there is: no weights of a run without a checkpoint, no smaller grad_clip than none."""
+    spoil(monkeypatch, first, first + 1)
+    with pytest.raises(train.RunError) as caught:
+        run(toy, tmp_path / "run", "--max_skipped_steps=2", f"--grad_clip={clip}", *QUIET)
+    assert (f"--init_from={tmp_path / 'run'}" in str(caught.value)) == (first > 0)
+    assert ("no checkpoint yet" in str(caught.value)) == (first == 0)
+    assert ("a smaller grad_clip" in str(caught.value)) == (clip > 0)
+    assert ("--grad_clip=1" in str(caught.value)) == (clip == 0)
+
+
+def test_lines_that_are_no_records(tmp_path):
+    record = {"kind": "train", "step": 1, "tokens": 256}
+    others = [5, [1], None, {"a": 1}, {**record, "kind": "x"}, {**record, "step": "1"}]
+    text = "".join(json.dumps(x) + "\n" for x in (others[0], record, *others[1:]))
+    (tmp_path / "metrics.jsonl").write_text(text + '{"kind": "train", "st')
+    assert train.read_metrics(tmp_path / "metrics.jsonl") == [record]
+
+
 # --- dry run, bad input ---
 
 
@@ -1264,6 +1287,7 @@ def test_init_from_a_run(toy, finished, tmp_path, capsys):
     trainer = trainer_of(toy, tmp_path / "run", f"--init_from={finished}", "--lr=0.5", "--seed=3")
     assert same_bits(weights(trainer), checkpoint(finished)["model"])
     assert trainer.step == 0 and not trainer.optimizers[0].state
+    trainer.world.lock.close()
     assert f"weights from {finished}" in capsys.readouterr().out
     # Only a fresh run starts from them: continuing takes what it saved itself.
     assert run(toy, tmp_path / "run", f"--init_from={finished}", "--stage_steps=1", *QUIET) == 0
@@ -1548,7 +1572,7 @@ def in_ranks(folder):
     train.dist.destroy_process_group = lambda: None  # one group for all runs
 
     def go(name, *more, out=None):
-        before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+        before = {s: signal.getsignal(s) for s in train.STOP_SIGNALS}
         try:
             codes[name] = run(folder, folder / "ranks" / (out or name), *more, "--micro_batch_tokens=64")
         except (RuntimeError, ValueError) as error:
