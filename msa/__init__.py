@@ -14,7 +14,8 @@ Arguments that several functions take:
     doc_start_block (B, ceil(S / block_size)) int32: for each query block of the call the first key block of
         its document; queries see nothing before it.
     q_block (ceil(S / block_size),) int32: query t sits at place q_block[t // block_size] * block_size
-        + t % block_size among the keys; distinct, in any order; by default 0, 1, ...
+        + t % block_size among the keys; distinct, in any order; by default 0, 1, ... Dense attention and
+        warmup on a Hopper GPU take one run up to the last key.
     block_indices (B, S, Hp, k) int32 instead of top_k: slot 0 the query's own block, then distinct earlier
         blocks of its document in any order, -1 skipped. Works without a proxy; kl is 0 then.
     materialize_kl: give `kl` its true value (an extra pass). Otherwise its value is 0, its gradient real.
