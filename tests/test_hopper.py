@@ -1433,6 +1433,22 @@ def test_probe_with_a_frozen_backbone_or_proxy(mode, device):
             assert some[i].grad is not None and some[i].grad.isfinite().all(), NAMES[i]
 
 
+@BOTH
+def test_gradient_of_the_kl_at_any_address(mode, device):
+    """Stacked KLs hand back elements of one vector, of which only every fourth lies at 16 bytes."""
+    c = Case(fitted(device, 600, 300), **FEW)
+    tensors, _ = make_inputs(c, device, seed=50)
+    factors = torch.tensor([0.3, 0.7], device=device)
+    leaves = [[x.clone().requires_grad_() for x in tensors] for _ in factors]
+    kl = torch.stack([attend(*mine, **picks(mode, c))[1] for mine in leaves])
+    kl.backward(factors)
+    for name in (3, 4):
+        first, second = (
+            mine[name].grad.float() / factor for mine, factor in zip(leaves, factors, strict=True)
+        )
+        check_rows(NAMES[name], second, first, 2e-2, 1e-6)
+
+
 def test_without_a_proxy(device):
     """block_indices alone: the same out and gradients, and no KL."""
     c = Case(fitted(device, 1500, 600), B=2, docs=True, **MAIN)

@@ -106,7 +106,8 @@ class Call:
         arguments = (
             *self.tensors(workspace, out, lse, lse_proxy),
             grad_out if main else out,
-            grad_kl.float().view(1) if proxy_grads else kl,
+            # One element of a larger gradient (of stacked KLs, say) may lie anywhere.
+            aligned(grad_kl.float().reshape(1)) if proxy_grads else kl,
             *targets[:4],
             targets[4].view(-1, 1, BLOCK),
             kl,
@@ -115,8 +116,8 @@ class Call:
             self.scale,
             self.grid,
         )
-        for chunk in where.chunks:
-            kernel(*arguments, *chunk.numbers)
+        for numbers in where.chunks:
+            kernel(*arguments, *numbers)
         return *grads, kl
 
 
@@ -141,8 +142,8 @@ def forward(
         kernel = jit.load(SparseForward(*shape, has_proxy))
         where, workspace = call.plan(1, 1, 0, 0, 0)
         arguments = (*call.tensors(workspace, out, lse, lse_proxy), scale, call.grid)
-        for chunk in where.chunks:
-            kernel(*arguments, *chunk.numbers)
+        for numbers in where.chunks:
+            kernel(*arguments, *numbers)
         del arguments, workspace
         if materialize_kl:
             *_, kl = call.backward(out, lse, lse_proxy, None, None, need_kl=True)

@@ -22,16 +22,9 @@ ALIGN = 1024  # rows that one CTA of the schedule reads
 PLACES = 9  # of what lies in the workspace
 
 
-class ChunkPlan(NamedTuple):
-    first_row: int
-    is_first: bool  # of its sequences
-    is_last: bool
-    numbers: tuple[int, ...]  # what the kernels are called with, from first_row to the last place
-
-
 class Plan(NamedTuple):
     workspace: int  # bytes, of the largest chunk
-    chunks: tuple[ChunkPlan, ...]
+    chunks: tuple[tuple[int, ...], ...]  # what the kernels are called with, from first_row to the last place
     total_blocks: int  # key blocks whose sums are kept from chunk to chunk; 0 if no sequence is cut
 
 
@@ -69,7 +62,7 @@ def plan(
         step = -(-seq_len // -(-seq_len // most) // ALIGN) * ALIGN
         for b in range(batch):
             spans += [(b * seq_len + row, min(step, seq_len - row)) for row in range(0, seq_len, step)]
-    chunks, workspace = [], 0
+    chunks, workspace, whole = [], 0, True
     group = heads // proxy_heads
     for first_row, n_rows in spans:
         edges = n_rows * proxy_heads * slots
@@ -97,13 +90,13 @@ def plan(
             first_row, n_rows, chunk.row_offset, seq_len, key_blocks, chunk.first_block, chunk.n_blocks,
             chunk.columns, cap, chunk.max_items, int(is_first), int(is_last), *places,
         )  # fmt: skip
-        chunks.append(ChunkPlan(first_row, is_first, is_last, numbers))
-    whole = all(chunk.is_first and chunk.is_last for chunk in chunks)
+        chunks.append(numbers)
+        whole &= is_first and is_last
     return Plan(workspace, tuple(chunks), 0 if whole else key_blocks)
 
 
 def numbers():
-    """Stand-ins for ChunkPlan.numbers."""
+    """Stand-ins for those of a chunk of Plan."""
     return *(Int32(1) for _ in range(12)), *(Int64(0) for _ in range(PLACES))
 
 

@@ -152,7 +152,7 @@ def student_lse(q_proxy: Tensor, k_proxy: Tensor, places: Places, scale: float) 
     batch, n_queries, heads, _ = q_proxy.shape
     lse = q_proxy.new_empty(batch, heads, -(-n_queries // ROWS) * ROWS, dtype=torch.float32)
     docs = places.doc_start_block
-    docs = q_proxy.new_empty(0, dtype=torch.int32) if docs is None else docs.contiguous().view(-1)
+    docs = q_proxy.new_empty(0, dtype=torch.int32) if docs is None else aligned(docs).view(-1)
     jit.load(DenseLse(heads))(q_proxy, k_proxy, docs, lse.view(-1), scale)
     return lse
 
@@ -183,7 +183,7 @@ def kl_pass(
     none = torch.empty(0, dtype=torch.int32, device=device)
     docs, ends = none, none
     if places.doc_start_block is not None:
-        docs = places.doc_start_block.contiguous()
+        docs = aligned(places.doc_start_block)
         each = torch.arange(blocks, dtype=torch.int32, device=device).expand(batch, blocks).contiguous()
         ends = torch.searchsorted(docs, each, right=True, out_int32=True).view(-1)
         docs = docs.view(-1)
@@ -200,7 +200,7 @@ def kl_pass(
     jit.load(SumKl(proxy_heads))(item_kl, bucket_items, kl, batch * blocks, 1)
     if not grads:
         return kl, None, None
-    factor = grad_kl.float().reshape(1)
+    factor = aligned(grad_kl.float().reshape(1))
     dq_proxy = torch.empty_like(q_proxy)
     dk_proxy = k_proxy.new_empty(batch * blocks * BLOCK, 1, BLOCK)  # whole blocks
     jit.load(RoundQueries(proxy_heads))(sums, factor, dq_proxy, scale)
