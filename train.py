@@ -1705,18 +1705,24 @@ def main(argv: list[str] | None = None) -> int:
 def command(argv: list[str] | None = None) -> int:
     """`main` for the shell: a message instead of a traceback for what is no fault of the code."""
     rank, ranks = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", 1))
+    code = 1
     try:
-        return main(argv)
+        code = main(argv)
     except RunError as error:  # alike on all ranks
         if rank == "0":
             tell(f"error: {error}", error=True)
-        return 1
     except (ValueError, OSError) as error:
         tell(f"error: {f'rank {rank}: ' if ranks > 1 else ''}{error}", error=True)
-        return 2 if isinstance(error, ValueError) else 1
+        code = 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         tell("error: interrupted; what was saved is whole, the same command continues", error=True)
-        return 128 + signal.SIGINT
+        code = 128 + signal.SIGINT
+    if dist.is_initialized():
+        # The ranks end in no order, and gloo may abort a process that winds up while another one is gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

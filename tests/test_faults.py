@@ -250,7 +250,7 @@ def test_two_starts_of_two_ranks(toy, tmp_path):  # noqa: F811
         finally:
             for process in processes:
                 process.kill()
-    assert [process.returncode for process in processes] == [2, 2]
+    assert [process.returncode for process in processes] == [2, 2], errors
     assert all("another process (unknown) trains in" in text for text in errors)
     assert names(out) == {"lock"}
 
@@ -809,7 +809,7 @@ def test_a_failure_of_one_rank_ends_all(toy, tmp_path):  # noqa: F811
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [1, 2]
+    assert [process.returncode for process in processes] == [1, 2], errors
     assert "error: rank 1: its disk is broken" in errors[1] and "Traceback" not in errors[1]
 
 
