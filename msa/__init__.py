@@ -22,7 +22,8 @@ Arguments that several functions take:
     kl_probe (Hp,) fp32 zeros that require grad: backward adds the KL sum of each proxy head to its gradient,
         whatever gradients arrive. Sums over micro-batches, counts once under activation checkpointing.
 
-Whatever a function can't take is a ValueError that names the argument.
+Whatever a function can't take is a ValueError that names the argument. Gradients have none of their own: a
+second derivative is a RuntimeError.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from msa import reference
 from msa.flash_msa import flash_msa_func, flash_msa_warmup_func
@@ -47,6 +50,7 @@ __all__ = [
     "select_blocks",
     "sparse_attention",
     "warmup_attention",
+    "workspace_bytes",
 ]
 
 
@@ -79,34 +83,60 @@ def _no_kernels(device: torch.device) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=1024)
 def _use_kernels(
-    queries: Tensor, proxy_keys: Tensor | None, block_size: int, slots: int | None, group: int
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    slots: int | None,
+    group: int,
+    proxy_key_heads: int | None,
 ) -> bool:
     """Whether the kernels run a call; the first call of each kind says so, with the reason if not."""
-    why = _no_kernels(queries.device)
+    why = _no_kernels(device)
     if why is None:
         from msa import hopper
 
-        why = hopper.why_not(queries, proxy_keys, block_size, slots, group)
-    announce(queries.device.type, why)
+        why = hopper.why_not(dtype, head_dim, block_size, slots, group, proxy_key_heads)
+    announce(device.type, why)
     return why is None
 
 
 # ---- ops: what torch.compile and selective checkpointing see ----------------------------------------
 
 _library = torch.library.Library("msa", "DEF")
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, int, float, bool, type(None)))
+
+
+def _observed(arguments: tuple) -> bool:
+    """Whether others take part in a call: torch.compile, a dispatch mode (selective checkpointing, fake
+    tensors), torch.func, a profiler, or a subclass of Tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or _get_current_dispatch_mode() is not None
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
+        or not _PLAIN.issuperset(map(type, arguments))
+    )
 
 
 def _op(function: Callable) -> Callable:
-    """Makes `_name` the op msa::name on all devices, and returns that.
+    """Makes `_name` the op msa::name on all devices, and returns what calls it.
 
-    What `torch.library.custom_op` does, without its wrappers, which take the host longer than the op itself.
+    What `torch.library.custom_op` does, without its wrappers. A call that nobody observes doesn't go through
+    the dispatcher either: both take the host longer than the op itself.
     """
     name = function.__name__.removeprefix("_")
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
     _library.impl(name, function, "CompositeExplicitAutograd")
-    return getattr(torch.ops.msa, name).default
+    op = getattr(torch.ops.msa, name).default
+
+    def call(*arguments):
+        return op(*arguments) if _observed(arguments) else function(*arguments)
+
+    return call
 
 
 @_op
@@ -119,7 +149,7 @@ def _select_blocks(
     scale: float,
     block_size: int,
 ) -> Tensor:
-    if _use_kernels(q_proxy, k_proxy, block_size, slots, group=1):
+    if _use_kernels(q_proxy.device, q_proxy.dtype, q_proxy.shape[3], block_size, slots, 1, k_proxy.shape[2]):
         from msa import hopper
 
         return hopper.select(q_proxy, k_proxy, doc_start_block, q_block, slots)
@@ -141,15 +171,22 @@ def _attention_uses_kernels(
     q_block: Tensor | None,
     block_size: int,
 ) -> bool:
+    heads, head_dim = q.shape[2:]
+    slots, group = None, 1
     if block_indices is not None:
-        group, slots = q.shape[2] // block_indices.shape[2], block_indices.shape[3]
-        return _use_kernels(q, k_proxy, block_size, slots, group)
-    earlier = 0 if q_block is None else k.shape[1] - q.shape[1]
-    if q.device.type == "cuda" and earlier and (doc_start_block is not None or earlier % block_size):
-        announce("cuda", "dense kernels take pieces of a sequence only without documents, and whole blocks")
-        return False
-    group = 1 if q_proxy is None else q.shape[2] // q_proxy.shape[2]
-    return _use_kernels(q, k_proxy, block_size, None, group)
+        proxy_heads, slots = block_indices.shape[2:]
+        group = heads // proxy_heads
+    else:
+        earlier = 0 if q_block is None else k.shape[1] - q.shape[1]
+        if q.device.type == "cuda" and earlier and (doc_start_block is not None or earlier % block_size):
+            announce(
+                "cuda", "dense kernels take pieces of a sequence only without documents, and whole blocks"
+            )
+            return False
+        if q_proxy is not None:
+            group = heads // q_proxy.shape[2]
+    proxy_key_heads = None if k_proxy is None else k_proxy.shape[2]
+    return _use_kernels(q.device, q.dtype, head_dim, block_size, slots, group, proxy_key_heads)
 
 
 @_op
@@ -266,7 +303,7 @@ def _save_for_backward(ctx, inputs, output) -> None:
     ctx.probe_dtype = None if kl_probe is None else kl_probe.dtype
 
 
-def _backward(ctx, grad_out, grad_kl, grad_lse, grad_lse_proxy):
+def _backward(ctx, grad_out, grad_kl, *_):
     saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
     need_kl = ctx.probe_dtype is not None
     *grads, kl = _attention_backward(grad_out, grad_kl, *saved, ctx.scale, ctx.block_size, need_kl)
@@ -287,17 +324,39 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, *inputs):
         output = _attention(*inputs)
         _save_for_backward(ctx, inputs, output)
-        return output
+        return output[:2]
 
-    backward = staticmethod(_backward)
+    backward = staticmethod(once_differentiable(_backward))
 
 
-def _attend(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op msa::attention."""
-    return _attention(*inputs) if torch.compiler.is_compiling() else _Attend.apply(*inputs)
+def _attend(*inputs) -> tuple[Tensor, Tensor]:
+    """The op msa::attention: out and kl."""
+    return _attention(*inputs)[:2] if torch.compiler.is_compiling() else _Attend.apply(*inputs)
 
 
 # ---- checks of what is known without looking at values ----------------------------------------------
+
+
+def _remembered(check: Callable) -> Callable:
+    """`check`, which of tensors looks at shapes, dtypes and devices alone, done once for each of those."""
+    passed: dict[tuple, object] = {}  # what it returned, never None
+
+    def call(*arguments):
+        if _observed(arguments):
+            return check(*arguments)
+        # Types beside values: 128.0 equals 128, and is none.
+        key = tuple(
+            [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in arguments]
+        )
+        result = passed.get(key)
+        if result is None:
+            result = check(*arguments)
+            if len(passed) >= 1024:
+                passed.clear()
+            passed[key] = result
+        return result
+
+    return call
 
 
 def _require(ok: bool, message: Callable[[], str]) -> None:
@@ -423,6 +482,16 @@ def _check_probe(kl_probe: Tensor | None, proxy_heads: int, queries: Tensor) -> 
 # ---- public functions -------------------------------------------------------------------------------
 
 
+@_remembered
+def _check_select(q_proxy, k_proxy, doc_start_block, q_block, top_k, scale, block_size) -> tuple[int, float]:
+    """Slots and scale."""
+    _check_tensors(block_size, q_proxy=q_proxy, k_proxy=k_proxy)
+    _check_heads(q_proxy.shape[2], 1, q_proxy.shape[2], "q_proxy", k_proxy.shape[2])
+    slots, scale = _slots(top_k, block_size), _scale(scale, q_proxy.shape[3])
+    _check_places("q_proxy", q_proxy, k_proxy.shape[1], doc_start_block, q_block, block_size)
+    return slots, scale
+
+
 def select_blocks(
     q_proxy: Tensor,
     k_proxy: Tensor,
@@ -441,13 +510,50 @@ def select_blocks(
 
     Returns block_indices (B, S, Hp, top_k / block_size) int32; no gradient. Raises ValueError.
     """
-    _check_tensors(block_size, q_proxy=q_proxy, k_proxy=k_proxy)
-    _check_heads(q_proxy.shape[2], 1, q_proxy.shape[2], "q_proxy", k_proxy.shape[2])
-    slots, scale = _slots(top_k, block_size), _scale(scale, q_proxy.shape[3])
-    _check_places("q_proxy", q_proxy, k_proxy.shape[1], doc_start_block, q_block, block_size)
+    slots, scale = _check_select(q_proxy, k_proxy, doc_start_block, q_block, top_k, scale, block_size)
     return _select_blocks(
         q_proxy.detach(), k_proxy.detach(), doc_start_block, q_block, slots, scale, block_size
     )
+
+
+@_remembered
+def _check_sparse(
+    q, k, v, q_proxy, k_proxy, doc_start_block, q_block, block_indices, kl_probe, top_k, scale,
+    materialize_kl, block_size,
+) -> tuple[int | None, float]:  # fmt: skip
+    """Slots, None where block_indices says them, and scale."""
+    proxy = {"q_proxy": q_proxy, "k_proxy": k_proxy}
+    _require(
+        (q_proxy is None) == (k_proxy is None),
+        lambda: "q_proxy, k_proxy: give both or neither, one of them is None",
+    )
+    _require(
+        (top_k is None) != (block_indices is None),
+        lambda: (
+            "top_k, block_indices: give exactly one of them, got " + ("neither" if top_k is None else "both")
+        ),
+    )
+    _check_tensors(block_size, q=q, k=k, v=v, **({} if q_proxy is None else proxy))
+    scale = _scale(scale, q.shape[3])
+    _check_places("q", q, k.shape[1], doc_start_block, q_block, block_size)
+    if q_proxy is None:
+        _require(top_k is None, lambda: "q_proxy: top_k selects with the proxy; give q_proxy and k_proxy")
+        _require(kl_probe is None, lambda: "kl_probe: there is no KL without q_proxy and k_proxy")
+        _require(not materialize_kl, lambda: "materialize_kl: there is no KL without q_proxy and k_proxy")
+    else:
+        _check_heads(q.shape[2], k.shape[2], q_proxy.shape[2], "q_proxy", k_proxy.shape[2])
+        _check_probe(kl_probe, q_proxy.shape[2], q)
+    if block_indices is None:
+        return _slots(top_k, block_size), scale
+    _require(
+        isinstance(block_indices, Tensor) and block_indices.dim() == 4 and min(block_indices.shape) > 0,
+        lambda: "block_indices: must be a tensor (B, S, Hp, k) with no empty dimension",
+    )
+    heads = block_indices.shape[2] if q_proxy is None else q_proxy.shape[2]
+    shape = (*q.shape[:2], heads, block_indices.shape[3])
+    _check_int32("block_indices", block_indices, shape, q.device)
+    _check_heads(q.shape[2], k.shape[2], heads, "block_indices")
+    return None, scale
 
 
 def sparse_attention(
@@ -474,64 +580,30 @@ def sparse_attention(
 
     Returns (out (B, S, H, D) in q's dtype, kl 0-dim). Raises ValueError.
     """
-    proxy = {"q_proxy": q_proxy, "k_proxy": k_proxy}
-    _require(
-        (q_proxy is None) == (k_proxy is None),
-        lambda: "q_proxy, k_proxy: give both or neither, one of them is None",
-    )
-    _require(
-        (top_k is None) != (block_indices is None),
-        lambda: (
-            "top_k, block_indices: give exactly one of them, got " + ("neither" if top_k is None else "both")
-        ),
-    )
-    _check_tensors(block_size, q=q, k=k, v=v, **({} if q_proxy is None else proxy))
+    slots, scale = _check_sparse(
+        q, k, v, q_proxy, k_proxy, doc_start_block, q_block, block_indices, kl_probe, top_k, scale,
+        materialize_kl, block_size,
+    )  # fmt: skip
+    check_indices = block_indices is not None
+    if block_indices is None:
+        block_indices = _select_blocks(
+            q_proxy.detach(), k_proxy.detach(), doc_start_block, q_block, slots, scale, block_size
+        )
+    return _attend(
+        q, k, v, q_proxy, k_proxy, block_indices, doc_start_block, q_block, kl_probe, scale, block_size,
+        materialize_kl, check_indices,
+    )  # fmt: skip
+
+
+@_remembered
+def _check_warmup(q, k, v, q_proxy, k_proxy, doc_start_block, q_block, kl_probe, scale, block_size) -> float:
+    """The scale."""
+    _check_tensors(block_size, q=q, k=k, v=v, q_proxy=q_proxy, k_proxy=k_proxy)
+    _check_heads(q.shape[2], k.shape[2], q_proxy.shape[2], "q_proxy", k_proxy.shape[2])
+    _check_probe(kl_probe, q_proxy.shape[2], q)
     scale = _scale(scale, q.shape[3])
     _check_places("q", q, k.shape[1], doc_start_block, q_block, block_size)
-    if q_proxy is None:
-        _require(top_k is None, lambda: "q_proxy: top_k selects with the proxy; give q_proxy and k_proxy")
-        _require(kl_probe is None, lambda: "kl_probe: there is no KL without q_proxy and k_proxy")
-        _require(not materialize_kl, lambda: "materialize_kl: there is no KL without q_proxy and k_proxy")
-    else:
-        _check_heads(q.shape[2], k.shape[2], q_proxy.shape[2], "q_proxy", k_proxy.shape[2])
-        _check_probe(kl_probe, q_proxy.shape[2], q)
-    if block_indices is None:
-        block_indices = select_blocks(
-            q_proxy,
-            k_proxy,
-            top_k=top_k,
-            scale=scale,
-            doc_start_block=doc_start_block,
-            q_block=q_block,
-            block_size=block_size,
-        )
-        check_indices = False
-    else:
-        _require(
-            isinstance(block_indices, Tensor) and block_indices.dim() == 4 and min(block_indices.shape) > 0,
-            lambda: "block_indices: must be a tensor (B, S, Hp, k) with no empty dimension",
-        )
-        heads = block_indices.shape[2] if q_proxy is None else q_proxy.shape[2]
-        shape = (*q.shape[:2], heads, block_indices.shape[3])
-        _check_int32("block_indices", block_indices, shape, q.device)
-        _check_heads(q.shape[2], k.shape[2], heads, "block_indices")
-        check_indices = True
-    out, kl, _, _ = _attend(
-        q,
-        k,
-        v,
-        q_proxy,
-        k_proxy,
-        block_indices,
-        doc_start_block,
-        q_block,
-        kl_probe,
-        scale,
-        block_size,
-        materialize_kl,
-        check_indices,
-    )
-    return out, kl
+    return scale
 
 
 def warmup_attention(
@@ -552,27 +624,21 @@ def warmup_attention(
 
     Returns (out (B, S, H, D) in q's dtype, kl 0-dim). Raises ValueError.
     """
-    _check_tensors(block_size, q=q, k=k, v=v, q_proxy=q_proxy, k_proxy=k_proxy)
-    _check_heads(q.shape[2], k.shape[2], q_proxy.shape[2], "q_proxy", k_proxy.shape[2])
-    _check_probe(kl_probe, q_proxy.shape[2], q)
+    scale = _check_warmup(q, k, v, q_proxy, k_proxy, doc_start_block, q_block, kl_probe, scale, block_size)
+    return _attend(
+        q, k, v, q_proxy, k_proxy, None, doc_start_block, q_block, kl_probe, scale, block_size,
+        materialize_kl, False,
+    )  # fmt: skip
+
+
+@_remembered
+def _check_dense(q, k, v, doc_start_block, q_block, scale, block_size) -> float:
+    """The scale."""
+    _check_tensors(block_size, q=q, k=k, v=v)
+    _check_heads(q.shape[2], k.shape[2], k.shape[2], "k")
     scale = _scale(scale, q.shape[3])
     _check_places("q", q, k.shape[1], doc_start_block, q_block, block_size)
-    out, kl, _, _ = _attend(
-        q,
-        k,
-        v,
-        q_proxy,
-        k_proxy,
-        None,
-        doc_start_block,
-        q_block,
-        kl_probe,
-        scale,
-        block_size,
-        materialize_kl,
-        False,
-    )
-    return out, kl
+    return scale
 
 
 def dense_attention(
@@ -586,34 +652,16 @@ def dense_attention(
     block_size: int = 128,
 ) -> Tensor:
     """Dense causal attention with the same places and documents: out (B, S, H, D). Raises ValueError."""
-    _check_tensors(block_size, q=q, k=k, v=v)
-    _check_heads(q.shape[2], k.shape[2], k.shape[2], "k")
-    scale = _scale(scale, q.shape[3])
-    _check_places("q", q, k.shape[1], doc_start_block, q_block, block_size)
-    out, _, _, _ = _attend(
+    scale = _check_dense(q, k, v, doc_start_block, q_block, scale, block_size)
+    out, _ = _attend(
         q, k, v, None, None, None, doc_start_block, q_block, None, scale, block_size, False, False
     )
     return out
 
 
-@torch.no_grad()
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_proxy: Tensor | None = None,
-    k_proxy: Tensor | None = None,
-    *,
-    lengths: Tensor,
-    top_k: int | None = None,
-    scale: float | None = None,
-    block_size: int = 128,
-) -> Tensor:
-    """One query a sequence against a cache: q (B, 1, H, D), query b at place lengths[b] - 1 of its keys.
-
-    lengths (B,) ints from 1 to Sk; keys at lengths[b] and later are not looked at. top_k None attends
-    densely. Returns out (B, 1, H, D); no gradient. Raises ValueError.
-    """
+@_remembered
+def _check_decode(q, k, v, q_proxy, k_proxy, lengths, top_k, scale, block_size) -> tuple[int | None, float]:
+    """Slots, None for dense attention, and scale."""
     proxy = {"q_proxy": q_proxy, "k_proxy": k_proxy}
     _require(
         (q_proxy is None) == (k_proxy is None),
@@ -632,11 +680,67 @@ def decode_attention(
         and tuple(lengths.shape) == q.shape[:1],
         lambda: f"lengths: must be an int tensor of shape ({q.shape[0]},)",
     )
-    _require(
-        bool(((lengths >= 1) & (lengths <= k.shape[1])).all()),
-        lambda: f"lengths: must lie between 1 and the {k.shape[1]} keys, got {lengths.tolist()}",
-    )
-    slots = None if top_k is None else _slots(top_k, block_size)
-    scale = _scale(scale, q.shape[3])
+    return None if top_k is None else _slots(top_k, block_size), _scale(scale, q.shape[3])
+
+
+@torch.no_grad()
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_proxy: Tensor | None = None,
+    k_proxy: Tensor | None = None,
+    *,
+    lengths: Tensor,
+    top_k: int | None = None,
+    scale: float | None = None,
+    block_size: int = 128,
+) -> Tensor:
+    """One query a sequence against a cache: q (B, 1, H, D), query b at place lengths[b] - 1 of its keys.
+
+    lengths (B,) ints from 1 to Sk; keys at lengths[b] and later are not looked at. Their values are checked
+    where they lie on the CPU: on a GPU that would wait for it, and one out of range makes the output of its
+    sequence meaningless. top_k None attends densely.
+
+    k, v and k_proxy may be views of a whole cache: sparse attention reads k_proxy once and of K and V the
+    selected blocks. With lengths on the GPU nothing waits for it and a CUDA graph captures the call.
+
+    Returns out (B, 1, H, D); no gradient. Raises ValueError.
+    """
+    slots, scale = _check_decode(q, k, v, q_proxy, k_proxy, lengths, top_k, scale, block_size)
+    if lengths.device.type == "cpu":
+        _require(
+            bool(((lengths >= 1) & (lengths <= k.shape[1])).all()),
+            lambda: f"lengths: must lie between 1 and the {k.shape[1]} keys, got {lengths.tolist()}",
+        )
     announce(q.device.type, "decoding one token is plain PyTorch everywhere")
     return reference.decode(q, k, v, q_proxy, k_proxy, lengths, slots, scale, block_size)
+
+
+def workspace_bytes(
+    *,
+    batch: int,
+    seq_len: int,
+    heads: int,
+    kv_heads: int,
+    proxy_heads: int | None,
+    top_k: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int = 128,
+    block_size: int = 128,
+) -> int:
+    """Bytes that the backward of a call works in, beside its inputs, outputs and gradients.
+
+    proxy_heads None: `dense_attention`; top_k None: `warmup_attention`. Exact for the sparse kernels, an
+    estimate for the dense ones and for the reference.
+    """
+    slots = None if top_k is None or proxy_heads is None else _slots(top_k, block_size)
+    if _no_kernels(device) is None and dtype == torch.bfloat16 and head_dim == block_size == 128:
+        from msa import hopper
+
+        return hopper.workspace_of(batch, seq_len, heads, kv_heads, proxy_heads, slots, device)
+    row = batch * heads * seq_len  # scores of one query
+    scores = min(row * seq_len, max(row, reference.CHUNK_ELEMENTS.get(device.type, 0)))
+    size = 8 if dtype == torch.float64 else 4
+    return size * (6 * scores + batch * seq_len * (2 * heads + 4 * kv_heads) * head_dim)

@@ -17,8 +17,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}  # scores alive at a time: 8 MiB, 0.5 GiB
+CACHE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # of keys or values copied at a time when decoding
+RANKED_BLOCKS = 512  # sorted at a time when decoding
+HALF = (torch.bfloat16, torch.float16)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -365,6 +369,86 @@ def backward(
     return dq, dk, dv, dq_proxy, dk_proxy, kl.to(lse.dtype)
 
 
+def multiplies_as_it_is(x: Tensor) -> bool:
+    """Whether `multiply` takes x without a copy of it in another dtype."""
+    return x.dtype == accumulate_dtype(x.dtype) or (x.is_cuda and x.dtype in HALF)
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a (B, m, d) b (B, d, n), summed and returned in `accumulate_dtype(b.dtype)`."""
+    if b.is_cuda and b.dtype in HALF:
+        return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)  # products of two halves are exact
+    dtype = accumulate_dtype(b.dtype)
+    return torch.bmm(a.to(dtype), b.to(dtype))
+
+
+def cache_chunks(x: Tensor) -> Iterator[slice]:
+    """The keys of x (B, n, D), as many at a time as may be copied."""
+    batch, n_keys, dim = x.shape
+    step = max(1, CACHE_ELEMENTS.get(x.device.type, CACHE_ELEMENTS["cpu"]) // (batch * dim))
+    for begin in range(0, n_keys, step):
+        yield slice(begin, min(begin + step, n_keys))
+
+
+def multiply_keys(q: Tensor, keys: Tensor) -> Tensor:
+    """q (B, G, D), the keys of one head (B, n, D) -> q keys^T (B, G, n)."""
+    if multiplies_as_it_is(keys):
+        return multiply(q, keys.transpose(1, 2))
+    out = q.new_empty(*q.shape[:2], keys.shape[1], dtype=accumulate_dtype(keys.dtype))
+    for at in cache_chunks(keys):
+        out[..., at] = multiply(q, keys[:, at].transpose(1, 2))
+    return out
+
+
+def multiply_values(p: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+    """p (B, G, n), 0 where hidden (B, n), and the values of one head (B, n, D) -> p values (B, G, D)."""
+    out = 0.0
+    for at in cache_chunks(values):
+        # A cache's unused end may hold anything, and 0 times NaN is NaN.
+        part = values[:, at].masked_fill(hidden[:, at, None], 0.0)
+        out = out + multiply(p[..., at], part)
+    return out
+
+
+def best_earlier_blocks(block_scores: Tensor, local: Tensor, count: int) -> Tensor:
+    """What `rank_blocks` puts behind the local block, for one query a sequence, without waiting for the GPU.
+
+    block_scores (B, Hp, n), the query's own block local (B, 1, 1). Returns (B, Hp, min(count, n)), -1 where
+    blocks run out. The best of a long row are the best of the best of its pieces: a GPU sorts short rows in
+    one kernel.
+    """
+    n_blocks = block_scores.shape[-1]
+    eligible = torch.arange(n_blocks, device=local.device) < local
+    ranked = (block_scores + 0.0).masked_fill_(~eligible, -math.inf)  # -0 equals +0
+    # Blocks that are not eligible come last, so that a stable order keeps them behind an eligible -inf.
+    if n_blocks > RANKED_BLOCKS:
+        ranked = pad(ranked, (0, -n_blocks % RANKED_BLOCKS), value=-math.inf)
+        ranked, blocks = ranked.unflatten(-1, (-1, RANKED_BLOCKS)).sort(dim=-1, descending=True, stable=True)
+        blocks = blocks + torch.arange(0, n_blocks, RANKED_BLOCKS, device=local.device)[:, None]
+        ranked, blocks = (x[..., :count].flatten(2) for x in (ranked, blocks))
+        order = ranked.sort(dim=-1, descending=True, stable=True).indices
+        picked = blocks.gather(-1, order[..., :count])
+    else:
+        picked = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return picked.masked_fill(picked >= local, -1)
+
+
+def decode_selection(
+    q_proxy: Tensor, k_proxy: Tensor, place: Tensor, slots: int, scale: float, block_size: int
+) -> Tensor:
+    """Eq. 6 and 7 for one query a sequence: (B, Hp, at most slots), as `select`'s where there are blocks."""
+    n_full = (k_proxy.shape[1] - 1) // block_size  # only blocks before the query's own are scored
+    keys = k_proxy[:, : n_full * block_size].unbind(2)
+    block_scores = []
+    for queries, head_keys in zip(q_proxy[:, 0].chunk(len(keys), 1), keys, strict=True):
+        s = multiply_keys(queries, head_keys)
+        s = s.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)  # amax would hand on a NaN
+        block_scores.append(s.unflatten(-1, (-1, block_size)).amax(-1))
+    local = (place // block_size)[:, None, None]
+    earlier = best_earlier_blocks(torch.cat(block_scores, 1) * scale, local, slots - 1)
+    return torch.cat([local.expand(-1, q_proxy.shape[2], 1), earlier], -1)
+
+
 def decode(
     q: Tensor,
     k: Tensor,
@@ -376,25 +460,26 @@ def decode(
     scale: float,
     block_size: int,
 ) -> Tensor:
-    """One query a sequence, at place lengths - 1: out (B, 1, H, D). `slots` None attends densely."""
+    """One query a sequence, at place lengths - 1: out (B, 1, H, D). `slots` None attends densely.
+
+    k, v and k_proxy are views of a cache, so nothing is made of all of them: dense attention copies V a chunk
+    at a time, sparse attention reads k_proxy once and touches the selected blocks of K and V. No shape
+    depends on data, and nothing waits for the GPU.
+    """
     batch, _, heads, dim = q.shape
     n_keys, kv_heads = k.shape[1:3]
     place = lengths.long().to(q.device) - 1  # (B,)
     dtype = accumulate_dtype(q.dtype)
     if slots is None:
-        keys, values = heads_first(k), heads_first(v)
-        visible = torch.arange(n_keys, device=q.device) <= place[:, None]  # (B, n)
-        s = mask_scores(scores(heads_first(q) * scale, keys), visible[:, None, None])
-        # A cache's unused end may hold anything, and `values` may be the cache itself.
-        values = values.masked_fill(~visible[:, None, :, None], 0.0)
-        p, total, _ = exponentiate(s)
-        return (expand_heads(p, values) / total).transpose(1, 2).to(q.dtype)
+        hidden = torch.arange(n_keys, device=q.device) > place[:, None]  # (B, n)
+        out = []
+        for head, queries in enumerate(q[:, 0].chunk(kv_heads, 1)):
+            s = multiply_keys(queries, k[:, :, head]).mul_(scale).masked_fill_(hidden[:, None], -math.inf)
+            p, total, _ = exponentiate(s)
+            out.append(multiply_values(p, v[:, :, head], hidden).div_(total))
+        return torch.cat(out, 1)[:, None].to(q.dtype)
     groups = q_proxy.shape[2]
-    n_full = (n_keys - 1) // block_size
-    s = scores(heads_first(q_proxy), heads_first(k_proxy[:, : n_full * block_size]))
-    local = place[:, None] // block_size
-    chosen = rank_blocks(max_per_block(s, block_size) * scale, local, torch.zeros_like(local), slots)
-    chosen = chosen[:, 0].long()  # (B, Hp, k)
+    chosen = decode_selection(q_proxy, k_proxy, place, slots, scale, block_size)
     token = chosen[..., None] * block_size + torch.arange(block_size, device=q.device)
     visible = ((chosen[..., None] >= 0) & (token <= place[:, None, None, None])).flatten(2)  # (B, Hp, n)
     token = token.flatten(2).clamp(0, n_keys - 1)

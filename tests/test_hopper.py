@@ -1498,6 +1498,197 @@ def test_what_the_kernels_do_not_take_runs_the_reference(device):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# decoding
+
+
+@pytest.mark.parametrize("top_k", [None, 16 * BLOCK])
+def test_decode(top_k, device):
+    """Of a cache with room behind its sequences: as in fp32, in a CUDA graph too, and without waiting."""
+    only_cuda(device)
+    g = generator(device, 32)
+    room = 600 * BLOCK + 77  # more blocks than are sorted at a time
+    q, k, v = (randn(2, n, h, DIM, g=g) for n, h in ((1, 16), (room, 2), (room, 2)))
+    # Sums of small integers are the same in any order, so that both select the same.
+    q_proxy, k_proxy = (
+        torch.randint(-3, 4, (2, n, h, DIM), generator=g, device=device).bfloat16()
+        for n, h in ((1, 2), (room, 1))
+    )
+    lengths = torch.tensor([room, 300], device=device)
+    for x in (k, v, k_proxy):
+        x[1, 300:] = math.nan
+    slots = None if top_k is None else top_k // BLOCK
+    proxy = {} if top_k is None else dict(q_proxy=q_proxy, k_proxy=k_proxy, top_k=top_k)
+
+    def decode():
+        return msa.decode_attention(q, k, v, lengths=lengths, **proxy)
+
+    def check(got):
+        wide = [x.float() for x in (q, k, v, q_proxy, k_proxy)]
+        want = reference.decode(*wide, lengths, slots, SCALE, BLOCK)
+        for b in range(2):
+            assert (got[b].float() - want[b]).abs().max() <= 1e-2 * want[b].abs().max(), b
+
+    check(decode())
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decode()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        decode()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode()
+    for n in (room - 5000, 129):
+        lengths[0] = n
+        graph.replay()
+        check(out)
+
+
+@pytest.mark.parametrize("top_k", [None, 16 * BLOCK])
+def test_decode_copies_no_cache(top_k, device):
+    """What decoding takes beside the cache grows by the scores: little beside K and V."""
+    only_cuda(device)
+    room = 2**19
+    q, k, v, q_proxy, k_proxy = (
+        torch.zeros(1, n, h, DIM, device=device, dtype=torch.bfloat16)
+        for n, h in ((1, 16), (room, 2), (room, 2), (1, 2), (room, 1))
+    )
+    proxy = {} if top_k is None else dict(q_proxy=q_proxy, k_proxy=k_proxy, top_k=top_k)
+    lengths = torch.tensor([room - 1], device=device)
+    msa.decode_attention(q, k, v, lengths=lengths, **proxy)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    msa.decode_attention(q, k, v, lengths=lengths, **proxy)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken < (k.nbytes + v.nbytes if top_k is None else k_proxy.nbytes) / 3, f"{taken / 2**20:.0f} MiB"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the host's side (no GPU needed)
+
+
+def check_arguments(kernel, *arguments):
+    """Stands in for a compiled kernel: what it takes fits what it was compiled for."""
+    from msa.hopper.jit import DTYPES
+
+    names = {torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32"}
+    expected = kernel.arguments()
+    assert len(arguments) == len(expected)
+    for at, (x, want) in enumerate(zip(arguments, expected, strict=True)):
+        where = f"{kernel}, argument {at}"
+        if not hasattr(want, "shape"):
+            assert type(x) in (int, float), where
+            continue
+        assert x.is_contiguous() and x.data_ptr() % 16 == 0, where
+        assert DTYPES[names[x.dtype]] is want.element_type and x.dim() == len(want.shape), where
+        for n, m in zip(x.shape, want.shape, strict=True):
+            fits = n == m if isinstance(m, int) else n < 2**31
+            assert fits, f"{where}: {tuple(x.shape)}, not {want.shape}"
+
+
+@pytest.fixture
+def no_launches(monkeypatch):
+    """Runs all but the kernels, on any device; a list of what they are called with."""
+    pytest.importorskip("cutlass")
+    import msa.hopper
+
+    calls = []
+
+    def load(kernel):
+        def launch(*arguments):
+            check_arguments(kernel, *arguments)
+            calls.append((kernel, arguments))
+
+        return launch
+
+    monkeypatch.setattr(msa.hopper.jit, "load", load)
+    monkeypatch.setattr(msa.hopper, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(msa, "_use_kernels", lambda *call: True)
+    return calls
+
+
+@pytest.mark.parametrize("workspace", [6 * 2**30, 2**20])
+@pytest.mark.parametrize(
+    "c",
+    [
+        case(8, 300),
+        case(8, 257, B=3),
+        case(4, 1300, B=2, more_keys=300),
+        case(1, 384, B=2),
+        case(5, 1, more_keys=200),
+        case(16, 2600),
+    ],
+    ids=str,
+)
+def test_kernels_get_what_they_were_compiled_for(c, workspace, no_launches, monkeypatch):
+    import msa.hopper
+
+    monkeypatch.setattr(msa.hopper, "workspace_bytes", workspace)
+    tensors, grad_out = make_inputs(c, torch.device("cpu"))
+    picked = torch.zeros(c.B, c.S, c.Hp, c.slots, dtype=torch.int32)
+    some = dict(top_k=c.slots * BLOCK)
+    for n, options, wanted in (
+        (5, some, "out kl probe"),
+        (5, some, "out"),
+        (5, some, "kl"),
+        (5, some, "probe"),
+        (5, some | dict(materialize_kl=True), "out kl"),
+        (5, dict(block_indices=picked), "out kl probe"),
+        (3, dict(block_indices=picked), "out"),
+    ):
+        no_launches.clear()
+        leaves = [x.detach().transpose(0, 1).contiguous().transpose(0, 1) for x in tensors[:n]]
+        leaves = [x.requires_grad_() for x in leaves]  # not contiguous, where there is more than one sequence
+        probe = torch.zeros(c.Hp, requires_grad=True) if "probe" in wanted else None
+        out, kl = msa.sparse_attention(*leaves, kl_probe=probe, **options)
+        assert out.shape == leaves[0].shape and out.dtype == torch.bfloat16 and out.is_contiguous()
+        assert kl.shape == () and kl.dtype == torch.float32
+        outputs = {"out": (out, grad_out), "kl": (kl, torch.tensor(KL_FACTOR))}
+        outputs = [x for name, x in outputs.items() if name in wanted] or [(out, grad_out)]
+        inputs = leaves if probe is None else [*leaves, probe]
+        roots, factors = zip(*outputs, strict=True)
+        grads = torch.autograd.grad(roots, inputs, factors, allow_unused=True)
+        reached = ["out" in wanted or "kl" not in wanted] * 3 + ["kl" in wanted] * 2 + [True]
+        for x, grad, yes in zip(inputs, grads, reached, strict=False):
+            assert (grad is not None) == yes
+            assert grad is None or (grad.shape == x.shape and grad.dtype == x.dtype)
+        # Forward and backward see every row once, in chunks.
+        rows = c.B * msa.hopper.padded_length(c.B, c.S)
+        for name in ("SparseForward", "SparseBackward"):
+            spans = [a[-21:-19] for kernel, a in no_launches if type(kernel).__name__ == name]
+            passes = 1 + (name == "SparseBackward" and "materialize_kl" in options)
+            seen = [row for first, n_rows in spans for row in range(first, first + n_rows)]
+            assert sorted(seen) == sorted([*range(rows)] * passes)
+
+
+def test_kernels_take_a_million_tokens(no_launches):
+    """Of everything that a compiled kernel takes, no dimension leaves its 32 bits."""
+    import msa.hopper
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    S = 2**20
+    q, k, v, q_proxy, k_proxy = (empty(1, S, n, DIM) for n in (16, 2, 2, 2, 1))
+    picked = msa.hopper.select(q_proxy, k_proxy, None, None, 16)
+    tensors = (q, k, v, q_proxy, k_proxy, picked)
+    out, _, lse, lse_proxy = msa.hopper.forward(*tensors, SCALE, False)
+    grad_kl = empty((), dtype=torch.float32)
+    msa.hopper.backward(empty(1, S, 16, DIM), grad_kl, *tensors, out, lse, lse_proxy, SCALE, True)
+    assert {type(kernel).__name__ for kernel, _ in no_launches} == {
+        "Select",
+        "SparseForward",
+        "SparseBackward",
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------
 # compiled kernels on disk
 
 

@@ -1,6 +1,7 @@
 """`msa` against tests/naive.py, and the promises that no oracle is needed for."""
 
 import dataclasses
+import functools
 import json
 import math
 import subprocess
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import msa
@@ -909,6 +911,68 @@ def test_same_numbers_twice():
 # the custom ops
 
 
+class Wrapped(torch.Tensor):
+    """A tensor whose ops are seen by a class of its own."""
+
+    calls: list = []
+
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+
+    def __init__(self, x):
+        self.x = x
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.calls.append(func.name())
+        args = tree_map(lambda x: x.x if isinstance(x, Wrapped) else x, args)
+        return tree_map(
+            lambda x: Wrapped(x) if isinstance(x, torch.Tensor) else x, func(*args, **(kwargs or {}))
+        )
+
+
+def test_whoever_takes_part_sees_the_ops():
+    """The short way past the dispatcher is for calls that are nobody else's: the same numbers either way."""
+    s = Shape()
+    tensors = inputs(s, 59, torch.float32)
+    names = {"msa::select_blocks", "msa::attention", "msa::attention_backward"}
+
+    def step(tensors=tensors):
+        out, kl = msa.sparse_attention(*tensors, top_k=16, block_size=8)
+        return [out, *grads(out.square().sum() + kl, tensors)]
+
+    want = step()
+    with torch.profiler.profile(record_shapes=True) as trace:
+        results = [step()]
+    events = {event.name: event.input_shapes for event in trace.events() if event.name in names}
+    assert events.keys() == names
+    assert events["msa::attention"][5] == [s.B, s.S, s.Hp, 2]  # python -m msa.trace reads it
+    with Recorder() as recorder:
+        results.append(step())
+    assert {func.name() for func, *_ in recorder.calls} == names
+    for got in results:
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+    proxies = [x.detach() for x in tensors[3:]]
+    select = functools.partial(msa.select_blocks, top_k=16, block_size=8)
+    both = torch.func.vmap(select)(*(torch.stack([x, -x]) for x in proxies))
+    assert torch.equal(both[1], select(*(-x for x in proxies)))
+    Wrapped.calls.clear()
+    assert torch.equal(select(*map(Wrapped, proxies)).x, select(*proxies))
+    assert "msa::select_blocks" in Wrapped.calls
+
+
+def test_a_second_derivative_is_refused():
+    s = Shape()
+    tensors = inputs(s, 60)
+    out, _ = call("sparse", tensors, s, options(s))
+    dq = torch.autograd.grad(out.square().sum(), tensors[0], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="twice"):
+        dq.sum().backward()
+
+
 def test_opcheck():
     """Schema, fake implementation and autograd of every op under torch.ops.msa that these calls reach."""
     s = Shape(B=1, S=13, Sk=21, H=4, Hkv=1, Hp=2, D=4, block=4, slots=2, docs=True, permute=True)
@@ -1042,6 +1106,111 @@ def test_decode_against_the_oracle():
             close("dense", dense[b, 0], want[0, -1], 1e-10)
             want, _ = naive.sparse(rows[0], *keys[:2], rows[1], keys[2], top_k=16, scale=scale, block_size=8)
             close("sparse", sparse[b, 0], want[0, -1], 1e-10)
+
+
+def decode_selection(q_proxy, k_proxy, lengths, slots, block):
+    """What decoding selects, and what select_blocks does for a query at each sequence's last place."""
+    got = reference.decode_selection(q_proxy, k_proxy, lengths - 1, slots, 0.3, block)
+    got = F.pad(got, (0, slots - got.shape[-1]), value=-1)
+    want = []
+    for b, n in enumerate(lengths.tolist()):
+        queries = q_proxy[b : b + 1].expand(1, n, -1, -1)
+        selected = msa.select_blocks(
+            queries, k_proxy[b : b + 1, :n], top_k=slots * block, scale=0.3, block_size=block
+        )
+        want.append(selected[0, -1])
+    return got, torch.stack(want).long()
+
+
+@pytest.mark.parametrize("ranked", [512, 3])  # blocks that are sorted at a time
+@pytest.mark.parametrize("slots", [1, 2, 5, 40])
+@pytest.mark.parametrize("dtype", list(TOL), ids=str)
+def test_decode_selects_what_select_blocks_does(dtype, slots, ranked, monkeypatch):
+    """Small integers tie often; NaN, infinities and -0 are among them, and anything lies behind a length."""
+    monkeypatch.setattr(reference, "RANKED_BLOCKS", ranked)
+    monkeypatch.setattr(reference, "CACHE_ELEMENTS", {"cpu": 100})
+    g = gen(55)
+    q_proxy = torch.randint(-2, 3, (6, 1, 4, 3), generator=g).to(dtype)
+    k_proxy = torch.randint(-1, 2, (6, 70, 2, 3), generator=g).to(dtype)
+    lengths = torch.tensor([1, 5, 40, 41, 66, 70])
+    k_proxy[:, 2:70:9, :, 1] = math.nan
+    k_proxy[:, 8:16] = -math.inf
+    k_proxy[:, 20] = math.inf
+    k_proxy[:, 24:28] = -0.0
+    k_proxy[3, :, :, 2] = math.nan  # all of a sequence
+    got, want = decode_selection(q_proxy, k_proxy, lengths, slots, 4)
+    assert torch.equal(got, want)
+    for b, n in enumerate(lengths.tolist()):
+        for behind in (math.nan, math.inf):
+            k_proxy[b, n:] = behind
+            assert torch.equal(decode_selection(q_proxy, k_proxy, lengths, slots, 4)[0], want)
+
+
+@pytest.mark.parametrize("dtype", list(TOL), ids=str)
+def test_decode_of_a_short_cache(dtype):
+    """No block before the query's own, a proxy without keys to score."""
+    s = Shape(B=2, S=1, Sk=3, D=8, block=8)
+    tensors = inputs(s, 56, dtype)
+    lengths = torch.tensor([2, 3])
+    out = msa.decode_attention(*tensors, lengths=lengths, top_k=24, block_size=8)
+    dense = msa.decode_attention(*tensors[:3], lengths=lengths, block_size=8)
+    close("out", out, dense, TOL[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOL), ids=str)
+@pytest.mark.parametrize("top_k", [None, 24])
+def test_decode_in_chunks(top_k, dtype, monkeypatch):
+    s = Shape(B=3, S=1, Sk=70, H=8, Hkv=2, Hp=4, Hpk=2, D=8, block=8)
+    cache = inputs(dataclasses.replace(s, Sk=90), 57, dtype)
+    q, k, v, q_proxy, k_proxy = [
+        x.detach()[:, : 70 if x.shape[1] > 1 else 1] for x in cache
+    ]  # views of more room
+    call = functools.partial(
+        msa.decode_attention, q, k, v, q_proxy, k_proxy, lengths=torch.tensor([70, 1, 33]), block_size=8
+    )
+    want = call(top_k=top_k)
+    for elements in (1, 200, 1000):
+        monkeypatch.setattr(reference, "CACHE_ELEMENTS", {"cpu": elements})
+        close(f"{elements} elements at a time", call(top_k=top_k), want, TOL[dtype])
+
+
+@pytest.mark.parametrize("top_k", [None, 16, 4096])
+@pytest.mark.parametrize("dtype", list(TOL), ids=str)
+def test_decode_looks_at_no_values(dtype, top_k):
+    """On the meta device, where to look at a value is an error: no shape and no branch depends on data."""
+    s = Shape(B=2, S=1, Sk=8 * 700, H=8, Hkv=2, Hp=4, Hpk=2, D=8, block=8)  # blocks are sorted in pieces
+    q, k, v, q_proxy, k_proxy = (x.detach().to("meta") for x in inputs(s, 58, dtype))
+    lengths = torch.empty(2, dtype=torch.long, device="meta")
+    out = msa.decode_attention(q, k, v, q_proxy, k_proxy, lengths=lengths, top_k=top_k, block_size=8)
+    assert out.shape == q.shape and out.dtype == dtype
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that is made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("top_k", [None, 512])
+@pytest.mark.parametrize("dtype", list(TOL), ids=str)
+def test_decode_copies_no_cache(dtype, top_k):
+    """Scores are all that grows with a cache; its tensors are copied or converted a few keys at a time."""
+    n, D = 2**16, 64
+    k, v, k_proxy = (torch.zeros(1, n, 1, D, dtype=dtype) for _ in range(3))
+    q, q_proxy = torch.zeros(1, 1, 2, D, dtype=dtype), torch.zeros(1, 1, 1, D, dtype=dtype)
+    proxy = {} if top_k is None else {"q_proxy": q_proxy, "k_proxy": k_proxy, "top_k": top_k}
+    with Largest() as largest:
+        msa.decode_attention(q, k, v, lengths=torch.tensor([n - 3]), **proxy)
+    converted = 2**20 * reference.accumulate_dtype(dtype).itemsize
+    assert largest.bytes <= max(n * 2 * 8, converted if top_k is None or dtype == torch.bfloat16 else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1220,8 +1389,29 @@ def good_call(name):
 
 @pytest.mark.parametrize("name, change, match", bad_calls())
 def test_value_errors_name_the_argument(name, change, match):
+    getattr(msa, name)(**good_call(name))  # what is remembered of a good call excuses no other
     with pytest.raises(ValueError, match=match):
         getattr(msa, name)(**good_call(name) | change)
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (dict(top_k=8.0), "top_k"),
+        (dict(block_size=4.0), "block_size"),
+        (dict(top_k=[8]), "top_k"),
+        (dict(scale=math.nan), "scale"),
+        (dict(scale=0.0), "scale"),
+        (dict(q="q"), r"\bq\b"),
+    ],
+)
+def test_an_equal_value_of_another_type_is_another_call(change, match):
+    good = good_call("sparse_attention")
+    msa.sparse_attention(**good)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=match):
+            msa.sparse_attention(**good | change)
+    msa.sparse_attention(**good)
 
 
 def test_the_calls_that_errors_are_made_of_are_good():

@@ -12,6 +12,8 @@ queries select nothing.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -19,7 +21,7 @@ from torch.nn.functional import pad
 from msa.hopper import dense as dense  # what runs without a selection
 from msa.hopper import jit
 from msa.hopper.backward import PART, SumKeys
-from msa.hopper.chunk import Plan, SparseBackward, SparseForward, plan
+from msa.hopper.chunk import UNIT, Plan, SparseBackward, SparseForward, plan
 from msa.hopper.dense_kl import DenseKl, DenseLse, RoundQueries
 from msa.hopper.device import BLOCK
 from msa.hopper.launch import aligned, multiprocessors
@@ -37,8 +39,19 @@ def pad_rows(x: Tensor, rows: int, value: float = 0) -> Tensor:
     return aligned(x)
 
 
+def unpad(x: Tensor, rows: int) -> Tensor:
+    """What `pad_rows` was given."""
+    return x if x.shape[1] == rows else x[:, :rows].contiguous()
+
+
 def padded_length(batch: int, length: int) -> int:
     return length if batch == 1 else -(-length // BLOCK) * BLOCK
+
+
+@functools.cache
+def nothing(device: torch.device, width: int) -> Tensor:
+    """(0, width) fp32, for what a kernel takes and doesn't look at."""
+    return torch.empty(0, width, device=device)
 
 
 class Call:
@@ -52,24 +65,15 @@ class Call:
         self.keys = padded_length(self.batch, self.n_keys)
         self.device, self.scale = q.device, scale
         self.grid = multiprocessors(q.device)
-        self.q = self.rows(q)
-        self.k, self.v = (pad_rows(x, self.keys).view(-1, self.kv_heads, BLOCK) for x in (k, v))
-        self.block_indices = pad_rows(block_indices, self.seq_len, -1).view(-1)
+        self.q = pad_rows(q, self.seq_len)
+        self.k, self.v = pad_rows(k, self.keys), pad_rows(v, self.keys)
+        self.block_indices = pad_rows(block_indices, self.seq_len, -1)
         # Without a proxy the kernels still take these two, and don't look at them.
-        self.q_proxy = self.q if q_proxy is None else self.rows(q_proxy)
-        self.k_proxy = self.q if k_proxy is None else pad_rows(k_proxy, self.keys).view(-1, BLOCK)
-
-    def rows(self, x: Tensor) -> Tensor:
-        """(B, S, heads, D) -> (padded rows * heads, D)"""
-        return pad_rows(x, self.seq_len).view(-1, BLOCK)
+        self.q_proxy = self.q if q_proxy is None else pad_rows(q_proxy, self.seq_len)
+        self.k_proxy = self.q if k_proxy is None else pad_rows(k_proxy, self.keys)
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
-
-    def unpad(self, x: Tensor, heads: int, length: int, padded: int) -> Tensor:
-        """(rows * heads, D) -> (B, length, heads, D)"""
-        x = x.view(self.batch, padded, heads, BLOCK)
-        return x if length == padded else x[:, :length].contiguous()
 
     def plan(self, *kind: int) -> tuple[Plan, Tensor]:
         """How the rows are cut, and a workspace for a pass of this kind."""
@@ -77,13 +81,14 @@ class Call:
             self.batch, self.seq_len, -(-self.keys // BLOCK), self.heads, self.proxy_heads, self.slots,
             self.grid, workspace_bytes, kind,
         )  # fmt: skip
-        return where, torch.empty(where.workspace // 4, dtype=torch.int32, device=self.device)
+        shape = (where.workspace // UNIT, UNIT // 4)
+        return where, torch.empty(shape, dtype=torch.int32, device=self.device)
 
     def tensors(self, workspace: Tensor, out: Tensor, lse: Tensor, lse_proxy: Tensor) -> tuple[Tensor, ...]:
         """What both passes begin with."""
         return (
             self.q, self.k, self.v, self.q_proxy, self.k_proxy, self.block_indices, workspace,
-            out, lse.view(-1), lse_proxy.view(-1),
+            out, lse, lse_proxy if lse_proxy.numel() else lse,
         )  # fmt: skip
 
     def backward(self, out, lse, lse_proxy, grad_out, grad_kl, need_kl: bool) -> tuple[Tensor | None, ...]:
@@ -101,18 +106,20 @@ class Call:
         targets = [x if grad is None else grad for x, grad in zip(inputs, grads, strict=True)]
         kl = self.empty(self.proxy_heads if proxy else 0)
         # Sums over the chunks of a sequence: fp32, where there is more than one.
-        total = self.empty(where.total_blocks * self.kv_heads if main else 0, 2 * PART)
-        total_proxy = self.empty(where.total_blocks if proxy_grads else 0, PART)
+        total = total_proxy = None
+        if where.total_blocks and main:
+            total = self.empty(where.total_blocks * self.kv_heads, 2 * PART)
+        if where.total_blocks and proxy_grads:
+            total_proxy = self.empty(where.total_blocks, PART)
         arguments = (
             *self.tensors(workspace, out, lse, lse_proxy),
             grad_out if main else out,
             # One element of a larger gradient (of stacked KLs, say) may lie anywhere.
             aligned(grad_kl.float().reshape(1)) if proxy_grads else kl,
-            *targets[:4],
-            targets[4].view(-1, 1, BLOCK),
+            *targets,
             kl,
-            total,
-            total_proxy,
+            nothing(self.device, 2 * PART) if total is None else total,
+            nothing(self.device, PART) if total_proxy is None else total_proxy,
             self.scale,
             self.grid,
         )
@@ -132,7 +139,7 @@ def forward(
     materialize_kl: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out (B, S, H, D), kl, lse (B, H, S), lse_proxy (B, Hp, S) or empty), as `reference.forward`."""
-    with torch.cuda.device(q.device):
+    with torch.cuda.device(q.get_device()):
         call = Call(q, k, v, q_proxy, k_proxy, block_indices, scale)
         has_proxy = q_proxy is not None
         out = torch.empty_like(call.q)
@@ -150,7 +157,7 @@ def forward(
             kl = kl.sum()
         else:
             kl = torch.zeros((), device=call.device)
-        out = call.unpad(out, call.heads, call.n_queries, call.seq_len)
+        out = unpad(out, call.n_queries)
         if call.seq_len > call.n_queries:
             lse = lse[..., : call.n_queries].contiguous()
             lse_proxy = lse_proxy[..., : call.n_queries].contiguous() if has_proxy else lse_proxy
@@ -173,7 +180,7 @@ def backward(
     need_kl: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dq_proxy, dk_proxy, KL sum per head (Hp,)), as `reference.backward`."""
-    with torch.cuda.device(q.device):
+    with torch.cuda.device(q.get_device()):
         if q_proxy is None:
             grad_kl, need_kl = None, False
         if grad_out is None and grad_kl is None and not need_kl:
@@ -182,17 +189,13 @@ def backward(
         padding = (0, call.seq_len - call.n_queries)
         if padding[1]:
             lse, lse_proxy = (pad(x, padding) if x.numel() else x for x in (lse, lse_proxy))
-        grad_rows = None if grad_out is None else call.rows(grad_out)
+        if grad_out is not None:
+            grad_out = pad_rows(grad_out, call.seq_len)
         *grads, kl = call.backward(
-            call.rows(out), aligned(lse), aligned(lse_proxy), grad_rows, grad_kl, need_kl
+            pad_rows(out, call.seq_len), aligned(lse), aligned(lse_proxy), grad_out, grad_kl, need_kl
         )
-        queries, keys = (call.n_queries, call.seq_len), (call.n_keys, call.keys)
-        heads = (call.heads, call.kv_heads, call.kv_heads, call.proxy_heads, 1)
-        lengths = (queries, keys, keys, queries, keys)
-        grads = [
-            lse.new_empty(0) if x is None else call.unpad(x, n, *length)
-            for x, n, length in zip(grads, heads, lengths, strict=True)
-        ]
+        lengths = (call.n_queries, call.n_keys, call.n_keys, call.n_queries, call.n_keys)
+        grads = [lse.new_empty(0) if x is None else unpad(x, n) for x, n in zip(grads, lengths, strict=True)]
         return *grads, kl
 
 
@@ -204,7 +207,7 @@ def select(
     slots: int,
 ) -> Tensor:
     """Eq. 6 and 7: block_indices (B, S, Hp, slots) int32, ranked in fp32, as `reference.select`."""
-    with torch.cuda.device(q_proxy.device):
+    with torch.cuda.device(q_proxy.get_device()):
         batch, n_queries, _, _ = q_proxy.shape
         rows = padded_length(batch, n_queries)
         chosen = select_blocks(
@@ -218,25 +221,49 @@ def select(
 
 
 def why_not(
-    queries: Tensor,
-    proxy_keys: Tensor | None,
+    dtype: torch.dtype,
+    head_dim: int,
     block_size: int,
     slots: int | None,
     group: int,
+    proxy_key_heads: int | None,
 ) -> str | None:
     """Why the kernels don't take a call, None if they do. `slots` is None for dense attention, `group` the
-    query heads that share a proxy head."""
-    if queries.dtype != torch.bfloat16:
-        return f"the kernels take bfloat16, not {str(queries.dtype).removeprefix('torch.')}"
-    if queries.shape[3] != BLOCK or block_size != BLOCK:
-        return f"the kernels take head_dim and block_size {BLOCK}, not {queries.shape[3]} and {block_size}"
+    query heads that share a proxy head, `proxy_key_heads` None without a proxy."""
+    if dtype != torch.bfloat16:
+        return f"the kernels take bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim != BLOCK or block_size != BLOCK:
+        return f"the kernels take head_dim and block_size {BLOCK}, not {head_dim} and {block_size}"
     if slots is not None and slots > 32:
         return f"the kernels take a top_k of at most {32 * BLOCK} tokens, not {slots * BLOCK}"
     if group > 16:
         return f"the kernels take at most 16 query heads a proxy head, not {group}"
-    if proxy_keys is not None and proxy_keys.shape[2] != 1:
-        return f"the kernels take one k_proxy head, not {proxy_keys.shape[2]}"
+    if proxy_key_heads not in (None, 1):
+        return f"the kernels take one k_proxy head, not {proxy_key_heads}"
     return None
+
+
+def workspace_of(
+    batch: int,
+    seq_len: int,
+    heads: int,
+    kv_heads: int,
+    proxy_heads: int | None,
+    slots: int | None,
+    device: torch.device,
+) -> int:
+    """Bytes of backward's workspace; of the dense kernels about."""
+    tokens = batch * padded_length(batch, seq_len)
+    if slots is None or proxy_heads is None:
+        # FlashAttention-4: dq, dk and dv in fp32. The KL: a part for each key block, and dq_proxy in fp32.
+        flash = tokens * ((heads + 2 * kv_heads) * 4 * BLOCK + 8 * heads)
+        return max(flash, tokens * (proxy_heads or 0) * 2 * 4 * BLOCK)
+    blocks, length = -(-seq_len // BLOCK), padded_length(batch, seq_len)
+    where = plan(
+        batch, length, blocks, heads, proxy_heads, slots, multiprocessors(device), workspace_bytes,
+        (1, 0, 1, 1, 2),
+    )  # fmt: skip
+    return where.workspace + 4 * PART * where.total_blocks * (2 * kv_heads + 1)
 
 
 def all_kernels() -> list:

@@ -1,7 +1,8 @@
 """A chunk of queries in one call: all that sparse attention launches for it, forward or backward.
 
-One call from Python instead of one a kernel, and one workspace instead of a tensor for each thing that lies
-between the kernels: at short lengths the host's time would count otherwise. `plan` says where things lie.
+One call from Python instead of one a kernel, tensors in the shapes that they have instead of views, and one
+workspace instead of a tensor for each thing that lies between the kernels: at short lengths the host's time
+would count otherwise. `plan` says where things lie.
 """
 
 import functools
@@ -19,6 +20,7 @@ from msa.hopper.proxy import ProxyBackward, ProxyLse, SumKl
 from msa.hopper.schedule import BuildSchedule, Chunk
 
 ALIGN = 1024  # rows that one CTA of the schedule reads
+UNIT = 256  # bytes that a place in the workspace is a multiple of
 PLACES = 9  # of what lies in the workspace
 
 
@@ -83,7 +85,7 @@ def plan(
         places, end = [], 0
         for size in sizes:
             places.append(end)
-            end += -(-size // 256) * 256
+            end += -(-size // UNIT) * UNIT
         workspace = max(workspace, end)
         is_first, is_last = first_row % seq_len == 0, (first_row + n_rows) % seq_len == 0
         numbers = (
@@ -100,15 +102,45 @@ def numbers():
     return *(Int32(1) for _ in range(12)), *(Int64(0) for _ in range(PLACES))
 
 
+def tensors(kernel):
+    """Stand-ins for what both passes begin with. Without a proxy any tensors stand in its places."""
+    heads, kv_heads, proxy_heads, slots = kernel.heads, kernel.kv_heads, kernel.proxy_heads, kernel.slots
+    return (
+        jit.batch("bf16", heads, BLOCK),  # q (B, S, H, D)
+        jit.batch("bf16", kv_heads, BLOCK),  # k (B, Sk, Hkv, D)
+        jit.batch("bf16", kv_heads, BLOCK),  # v
+        jit.batch("bf16", cute.sym_int(), BLOCK),  # q_proxy (B, S, Hp, D)
+        jit.batch("bf16", cute.sym_int(), BLOCK),  # k_proxy (B, Sk, 1, D)
+        jit.batch("i32", proxy_heads, slots),  # block_indices (B, S, Hp, k)
+        jit.tensor("i32", UNIT // 4),  # workspace: rows, for at 1M tokens it has more than 2^31 ints
+        jit.batch("bf16", heads, BLOCK),  # out (B, S, H, D)
+        jit.batch("f32", cute.sym_int()),  # lse (B, H, S)
+        jit.batch("f32", cute.sym_int()),  # lse_proxy (B, Hp, S)
+    )
+
+
+def contiguous(pointer, length, *shape):
+    """The tensor (length, *shape) at a pointer."""
+    strides = [1]
+    for n in reversed(shape):
+        strides.insert(0, strides[0] * n)
+    return cute.make_tensor(pointer, cute.make_layout((length, *shape), stride=tuple(strides)))
+
+
 def piece(workspace, place, dtype, length, *shape):
     """A contiguous (length, *shape) tensor, `place` bytes into the workspace."""
     pointer = cute.make_ptr(
         dtype, workspace.iterator.toint() + place, cute.AddressSpace.gmem, assumed_align=16
     )
-    strides = [1]
-    for n in reversed(shape):
-        strides.insert(0, strides[0] * n)
-    return cute.make_tensor(pointer, cute.make_layout((length, *shape), stride=tuple(strides)))
+    return contiguous(pointer, length, *shape)
+
+
+def flatten(x, *shape):
+    """A contiguous tensor with all before `shape` as one dimension: (length, *shape)."""
+    length = 1
+    for n in x.shape[: len(x.shape) - len(shape)]:
+        length = length * n
+    return contiguous(x.iterator, length, *shape)
 
 
 def build_schedule(
@@ -144,16 +176,7 @@ class SparseForward:
 
     def arguments(self):
         return (
-            jit.tensor("bf16", BLOCK),  # q (rows * H, D)
-            jit.tensor("bf16", self.kv_heads, BLOCK),  # k (keys, Hkv, D)
-            jit.tensor("bf16", self.kv_heads, BLOCK),  # v
-            jit.tensor("bf16", BLOCK),  # q_proxy (rows * Hp, D)
-            jit.tensor("bf16", BLOCK),  # k_proxy (keys, D)
-            jit.tensor("i32"),  # block_indices
-            jit.tensor("i32"),  # workspace
-            jit.tensor("bf16", BLOCK),  # out (rows * H, D)
-            jit.tensor("f32"),  # lse (B, H, S)
-            jit.tensor("f32"),  # lse_proxy (B, Hp, S)
+            *tensors(self),
             Float32(1.0),  # scale
             Int32(1),  # multiprocessors
             *numbers(),
@@ -197,7 +220,10 @@ class SparseForward:
         at_parts: Int64,
         stream,
     ):
-        heads, proxy_heads, slots = self.heads, self.proxy_heads, self.slots
+        heads, kv_heads, proxy_heads, slots = self.heads, self.kv_heads, self.proxy_heads, self.slots
+        q, q_proxy, k_proxy, out = [flatten(x, BLOCK) for x in (q, q_proxy, k_proxy, out)]
+        k, v = [flatten(x, kv_heads, BLOCK) for x in (k, v)]
+        block_indices, lse, lse_proxy = [flatten(x) for x in (block_indices, lse, lse_proxy)]
         entries, items, bucket_items = build_schedule(
             BuildSchedule(proxy_heads, slots), workspace, block_indices, first_row, n_rows, row_offset,
             seq_len, key_blocks, first_block, n_blocks, columns, cap, max_items,
@@ -208,7 +234,7 @@ class SparseForward:
         partial = piece(workspace, at_partial, BFloat16, edges, group * BLOCK)
         partial_lse = piece(workspace, at_lse, Float32, edges * group)
         partial_lse_proxy = piece(workspace, at_lse + Int64(edges) * (4 * group), Float32, edges)
-        Forward(heads, self.kv_heads, proxy_heads, slots)(
+        Forward(heads, kv_heads, proxy_heads, slots)(
             q, k, v, items, bucket_items, entries, partial, partial_lse, first_row, scale, grid, stream
         )
         if const_expr(self.with_proxy):
@@ -244,23 +270,14 @@ class SparseBackward:
 
     def arguments(self):
         return (
-            jit.tensor("bf16", BLOCK),  # q (rows * H, D)
-            jit.tensor("bf16", self.kv_heads, BLOCK),  # k (keys, Hkv, D)
-            jit.tensor("bf16", self.kv_heads, BLOCK),  # v
-            jit.tensor("bf16", BLOCK),  # q_proxy (rows * Hp, D)
-            jit.tensor("bf16", BLOCK),  # k_proxy (keys, D)
-            jit.tensor("i32"),  # block_indices
-            jit.tensor("i32"),  # workspace
-            jit.tensor("bf16", BLOCK),  # out (rows * H, D)
-            jit.tensor("f32"),  # lse (B, H, S)
-            jit.tensor("f32"),  # lse_proxy (B, Hp, S)
-            jit.tensor("bf16", BLOCK),  # grad_out (rows * H, D)
+            *tensors(self),
+            jit.batch("bf16", self.heads, BLOCK),  # grad_out (B, S, H, D)
             jit.tensor("f32"),  # gradient of kl, one element
-            jit.tensor("bf16", BLOCK),  # dq
-            jit.tensor("bf16", self.kv_heads, BLOCK),  # dk
-            jit.tensor("bf16", self.kv_heads, BLOCK),  # dv
-            jit.tensor("bf16", BLOCK),  # dq_proxy
-            jit.tensor("bf16", 1, BLOCK),  # dk_proxy
+            jit.batch("bf16", self.heads, BLOCK),  # dq
+            jit.batch("bf16", self.kv_heads, BLOCK),  # dk
+            jit.batch("bf16", self.kv_heads, BLOCK),  # dv
+            jit.batch("bf16", cute.sym_int(), BLOCK),  # dq_proxy
+            jit.batch("bf16", cute.sym_int(), BLOCK),  # dk_proxy
             jit.tensor("f32"),  # kl (Hp,)
             jit.tensor("f32", 2 * PART),  # total of dk and dv from chunk to chunk
             jit.tensor("f32", PART),  # of dk_proxy
@@ -318,6 +335,12 @@ class SparseBackward:
         stream,
     ):
         heads, kv_heads, proxy_heads, slots = self.heads, self.kv_heads, self.proxy_heads, self.slots
+        q, q_proxy, k_proxy, out, grad_out, dq, dq_proxy = [
+            flatten(x, BLOCK) for x in (q, q_proxy, k_proxy, out, grad_out, dq, dq_proxy)
+        ]
+        k, v, dk, dv = [flatten(x, kv_heads, BLOCK) for x in (k, v, dk, dv)]
+        dk_proxy = flatten(dk_proxy, 1, BLOCK)
+        block_indices, lse, lse_proxy = [flatten(x) for x in (block_indices, lse, lse_proxy)]
         entries, items, bucket_items = build_schedule(
             BuildSchedule(proxy_heads, slots), workspace, block_indices, first_row, n_rows, row_offset,
             seq_len, key_blocks, first_block, n_blocks, columns, cap, max_items,
