@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
+import itertools
 import json
 import os
 import pickle
 import struct
 import sys
 import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.profiler import record_function
+from torch.utils.checkpoint import checkpoint
 
 import msa
 from configs import Config, Stage, from_dict
@@ -106,22 +108,188 @@ class KVCache:
         self.size = size
 
     def write(self, cache: dict[int, Tensor], layer: int, x: Tensor) -> Tensor:
-        """Puts x (B, S, heads, D) behind what layer `layer` holds; returns what is in use of it."""
+        """Puts x (B, S, heads, D) behind what layer `layer` holds; returns what is in use of it.
+
+        Of a single token on a GPU all that there is room for: its shape is the same for the next token, so
+        that a CUDA graph of a step may be replayed.
+        """
+        held, end = cache[layer], self.longest + x.shape[1]
         if x.shape[1] == 1:
-            cache[layer][torch.arange(x.shape[0], device=x.device), self.lengths] = x[:, 0]
-        else:
-            cache[layer][:, : x.shape[1]] = x
-        return cache[layer][:, : self.longest + x.shape[1]]
+            held[torch.arange(x.shape[0], device=x.device), self.lengths] = x[:, 0]
+            return held if held.is_cuda else held[:, :end]
+        held[:, self.longest : end] = x
+        return held[:, :end]
+
+
+# ---- token-wise work: a chunk of rows at a time ------------------------------------------------------
+
+
+def by_rows(
+    function: Callable[..., tuple[Tensor, ...]],
+    chunk: int,
+    rows: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *,
+    recompute: bool = False,
+    skip: bool = False,
+) -> tuple[Tensor, ...]:
+    """function(*rows), whose outputs have rows as its inputs do, for `chunk` rows at a time.
+
+    What is alive in between, and the shapes that torch.compile sees, then don't depend on the length.
+    recompute: backward keeps `rows` alone and computes each chunk again; weights: the parameters that
+    `function` may use. skip: of an output shaped like rows[0] no values are wanted, and they are undefined.
+    """
+    if recompute and torch.is_grad_enabled():
+        return _ByRows.apply(function, chunk, skip, len(rows), *rows, *weights)
+    return _in_chunks(function, chunk, rows)
+
+
+def _in_chunks(function: Callable, chunk: int, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    n = rows[0].shape[0]
+    if n <= chunk:
+        return function(*rows)
+    if torch.is_grad_enabled():
+        parts = [function(*part) for part in zip(*(x.split(chunk) for x in rows), strict=True)]
+        return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True))
+    whole: list[Tensor] = []
+    for begin in range(0, n, chunk):  # into place: a concatenation would hold everything twice
+        outputs = function(*(x[begin : begin + chunk] for x in rows))
+        whole = whole or [x.new_empty(n, *x.shape[1:]) for x in outputs]
+        for x, part in zip(whole, outputs, strict=True):
+            x[begin : begin + chunk] = part
+    return tuple(whole)
+
+
+class _ByRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, chunk, skip, n_rows, *tensors):
+        rows = tensors[:n_rows]
+        ctx.save_for_backward(*rows)
+        ctx.function, ctx.chunk, ctx.weights = function, chunk, tensors[n_rows:]
+        ctx.set_materialize_grads(False)
+        return (torch.empty_like(rows[0]),) if skip else _in_chunks(function, chunk, rows)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        rows, weights, chunk = ctx.saved_tensors, ctx.weights, ctx.chunk
+        needs = ctx.needs_input_grad[4:]
+        sums: list[Tensor | None] = [None] * len(needs)
+        # The last chunk first, as autograd itself would add them up.
+        for begin in reversed(range(0, rows[0].shape[0], chunk)):
+            part = slice(begin, begin + chunk)
+            own = [x[part].detach().requires_grad_(need) for x, need in zip(rows, needs, strict=False)]
+            with torch.enable_grad():
+                outputs = ctx.function(*own)
+            asked = zip(outputs, grads, strict=True)
+            asked = [(x, g[part]) for x, g in asked if g is not None and x.requires_grad]
+            if not asked:  # all that needs a gradient feeds other outputs
+                break
+            wanted = [i for i, need in enumerate(needs) if need]
+            found = torch.autograd.grad(
+                [x for x, _ in asked],
+                [(*own, *weights)[i] for i in wanted],
+                [g for _, g in asked],
+                allow_unused=True,
+            )
+            for i, g in zip(wanted, found, strict=True):
+                if g is None:
+                    continue
+                if i >= len(rows):  # in fp32, also where FSDP hands over bfloat16
+                    sums[i] = g.float() if sums[i] is None else sums[i].add_(g)
+                elif g.shape == rows[i].shape:
+                    sums[i] = g
+                else:
+                    if sums[i] is None:
+                        sums[i] = g.new_empty(rows[i].shape)
+                    sums[i][part] = g
+        for i, weight in enumerate(weights, len(rows)):
+            if sums[i] is not None:
+                sums[i] = sums[i].to(weight.dtype)
+        return None, None, None, None, *sums
+
+
+class HostCopies:
+    """Layer inputs that wait for backward in pinned host memory, copied beside the computation.
+
+    Under `take(x)` what autograd saves of x itself is copied away; when backward asks for one, the copy back
+    of the one before it, which is next, starts too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.packed: list[_HostCopy] = []
+
+    def take(self, x: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
+        pointer, shape = x.data_ptr(), x.shape  # autograd keeps pack, which must not keep x
+
+        def pack(saved: Tensor) -> Tensor | _HostCopy:
+            if saved.data_ptr() != pointer or saved.shape != shape:
+                return saved
+            copy = _HostCopy(saved, self.stream, len(self.packed))
+            self.packed.append(copy)
+            return copy
+
+        def unpack(packed: Tensor | _HostCopy) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            packed.fetch()
+            if packed.place > 0:
+                self.packed[packed.place - 1].fetch()
+            return packed.get()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _HostCopy:
+    def __init__(self, x: Tensor, stream: torch.cuda.Stream | None, place: int) -> None:
+        self.device, self.stream, self.place = x.device, stream, place
+        self.back: Tensor | None = None
+        self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=stream is not None)
+        with self.beside():
+            self.host.copy_(x, non_blocking=True)
+        if stream is not None:
+            x.record_stream(stream)  # its memory must not be taken before it is copied
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """On the stream of the copies, behind what the computation has asked for so far."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def fetch(self) -> None:
+        """Starts the copy back, unless it is under way."""
+        if self.back is None:
+            # Of the computation's own memory: it is used and freed there.
+            self.back = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.device)
+            with self.beside():
+                self.back.copy_(self.host, non_blocking=True)
+                self.done = self.stream.record_event() if self.stream is not None else None
+
+    def get(self) -> Tensor:
+        """What `fetch` brought, once."""
+        if self.done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.done)
+        back, self.back = self.back, None
+        return back
+
+
+# ---- the layers -------------------------------------------------------------------------------------
 
 
 class Context(NamedTuple):
     """What every layer of one forward needs beside its input."""
 
-    cos: Tensor
+    cos: Tensor  # (B * S, 1, D / 2)
     sin: Tensor
     attention: str  # "dense", "warmup" or "sparse"
+    activations: str  # "all", "attention", "input" or "offload"
     doc_start_block: Tensor | None = None
     cache: KVCache | None = None
+    q_block: Tensor | None = None  # of a piece of the prompts, which goes behind what the cache holds
     report: list | None = None  # layers append their recalls and KL here
     report_rows: Tensor | None = None  # (R,) sampled query rows
 
@@ -143,49 +311,64 @@ class Attention(nn.Module):
             self.k_proxy_proj = Linear(d, config.n_proxy_kv_head * dim)
             self.q_proxy_norm, self.k_proxy_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
 
-    def heads(self, x: Tensor, proj: Linear, norm: RMSNorm, context: Context) -> Tensor:
-        """(B, S, d) -> normed and rotated heads (B, S, H, D)."""
-        return rotate(norm(proj(x).unflatten(-1, (-1, self.head_dim))), context.cos, context.sin)
+    def heads(self, x: Tensor, proj: Linear, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
+        """(N, d) -> normed and rotated heads (N, H, D)."""
+        return rotate(norm(proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin)
 
-    def forward(self, x: Tensor, context: Context, kl_probe: Tensor | None) -> tuple[Tensor, Tensor]:
-        q = self.heads(x, self.q_proj, self.q_norm, context)
-        k = self.heads(x, self.k_proj, self.k_norm, context)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (N, d) -> q (N, H, D), k and v (N, Hkv, D)."""
+        q = self.heads(x, self.q_proj, self.q_norm, cos, sin)
+        k = self.heads(x, self.k_proj, self.k_norm, cos, sin)
+        return q, k, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def project_proxy(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x (N, d), detached -> q_proxy (N, Hp, D), k_proxy (N, Hpk, D)."""
+        x = x.detach()
+        q_proxy = self.heads(x, self.q_proxy_proj, self.q_proxy_norm, cos, sin)
+        return q_proxy, self.heads(x, self.k_proxy_proj, self.k_proxy_norm, cos, sin)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_proxy: Tensor | None,
+        k_proxy: Tensor | None,
+        context: Context,
+        kl_probe: Tensor | None,
+        block_indices: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(B, S, H, D) each -> out (B, S, H, D), kl. block_indices: what was selected before, if it was."""
         mode = context.attention if self.has_proxy else "dense"
-        kl = x.new_zeros((), dtype=torch.float32)
-        q_proxy = k_proxy = None
-        # With a cache the proxy's keys are kept whatever the mode, so that decoding may turn sparse.
-        if mode != "dense" or (self.has_proxy and context.cache is not None):
-            detached = x.detach()
-            q_proxy = self.heads(detached, self.q_proxy_proj, self.q_proxy_norm, context)
-            k_proxy = self.heads(detached, self.k_proxy_proj, self.k_proxy_norm, context)
+        shared = {
+            "doc_start_block": context.doc_start_block,
+            "q_block": context.q_block,
+            "block_size": self.block_size,
+        }
         if context.cache is not None:
-            cache, single = context.cache, x.shape[1] == 1
-            all_k, all_v = cache.write(cache.k, self.layer, k), cache.write(cache.v, self.layer, v)
-            all_k_proxy = cache.write(cache.k_proxy, self.layer, k_proxy) if self.has_proxy else None
-            if single:
-                sparse = {"q_proxy": q_proxy, "k_proxy": all_k_proxy, "top_k": self.top_k}
+            cache = context.cache
+            k, v = cache.write(cache.k, self.layer, k), cache.write(cache.v, self.layer, v)
+            if self.has_proxy:
+                k_proxy = cache.write(cache.k_proxy, self.layer, k_proxy)
+            if q.shape[1] == 1:
+                sparse = {"q_proxy": q_proxy, "k_proxy": k_proxy, "top_k": self.top_k}
                 out = msa.decode_attention(
                     q,
-                    all_k,
-                    all_v,
+                    k,
+                    v,
                     lengths=cache.lengths + 1,
                     block_size=self.block_size,
                     **(sparse if mode == "sparse" else {}),
                 )
-                return self.o_proj(out.flatten(2)), kl
-        shared = {"doc_start_block": context.doc_start_block, "block_size": self.block_size}
+                return out, q.new_zeros((), dtype=torch.float32)
         if context.report is not None and q_proxy is not None:
             context.report.append(self.report(q, k, v, q_proxy, k_proxy, context.report_rows, shared))
         if mode == "dense":
-            out = msa.dense_attention(q, k, v, **shared)
-        elif mode == "warmup":
-            out, kl = msa.warmup_attention(q, k, v, q_proxy, k_proxy, kl_probe=kl_probe, **shared)
-        else:
-            out, kl = msa.sparse_attention(
-                q, k, v, q_proxy, k_proxy, top_k=self.top_k, kl_probe=kl_probe, **shared
-            )
-        return self.o_proj(out.flatten(2)), kl
+            return msa.dense_attention(q, k, v, **shared), q.new_zeros((), dtype=torch.float32)
+        if mode == "warmup":
+            return msa.warmup_attention(q, k, v, q_proxy, k_proxy, kl_probe=kl_probe, **shared)
+        selection = {"top_k": self.top_k} if block_indices is None else {"block_indices": block_indices}
+        return msa.sparse_attention(q, k, v, q_proxy, k_proxy, kl_probe=kl_probe, **selection, **shared)
 
     def report(self, q, k, v, q_proxy, k_proxy, rows: Tensor, shared: dict) -> dict[str, Tensor]:
         """The recalls and both KLs of this layer: what the sparse mode does, or would do, here and now."""
@@ -198,91 +381,100 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU, `chunk` tokens at a time where there are more: its hidden layer is the widest tensor."""
+    """SwiGLU."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.gate_proj = Linear(config.d_model, config.d_mlp)
         self.up_proj = Linear(config.d_model, config.d_mlp)
         self.down_proj = Linear(config.d_mlp, config.d_model)
-        self.chunk = config.mlp_chunk
-
-    def one(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        if rows.shape[0] <= self.chunk:
-            return self.one(x)
-        run = self.one
-        if torch.is_grad_enabled():
-            run = functools.partial(checkpoint, self.one, use_reentrant=False)
-        return torch.cat([run(part) for part in rows.split(self.chunk)]).view_as(x)
-
-
-def _keep_selection(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    """Selecting is quadratic in the length: activation checkpointing keeps what it found."""
-    keep = op is torch.ops.msa.select_blocks.default
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
+    """Attention between two token-wise parts, `project` and `finish`, which run a chunk of rows at a time."""
+
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.d_model, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
-        self.activation_checkpoint = config.activation_checkpoint
+        self.chunk = config.row_chunk
 
-    def body(self, x: Tensor, context: Context, kl_probe: Tensor | None) -> tuple[Tensor, Tensor]:
-        attended, kl = self.self_attn(self.input_layernorm(x), context, kl_probe)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), kl
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """x (N, d) -> q, k, v."""
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def project_all(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """x (N, d) -> q, k, v, q_proxy, k_proxy."""
+        x = self.input_layernorm(x)
+        return *self.self_attn.project(x, cos, sin), *self.self_attn.project_proxy(x, cos, sin)
+
+    def project_proxy(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """x (N, d) -> q_proxy, k_proxy."""
+        return self.self_attn.project_proxy(self.input_layernorm(x), cos, sin)
+
+    def finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor]:
+        """x (N, d), attended (N, H * D) -> the layer's output (N, d)."""
+        x = x + self.self_attn.o_proj(attended)
+        return (x + self.mlp(self.post_attention_layernorm(x)),)
+
+    def compile_rows(self, **options) -> None:
+        """torch.compile for the token-wise parts; attention between them has kernels of its own."""
+        for name in ("project", "project_all", "project_proxy", "finish"):
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=False, **options))
+
+    def body(
+        self,
+        x: Tensor,
+        block_indices: Tensor | None,
+        context: Context,
+        kl_probe: Tensor | None,
+        again: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """again: backward runs this once more and wants what is kept, not the output."""
+        attention, recompute = self.self_attn, context.activations != "all"
+        rows = x.flatten(0, 1)
+        weights = list(self.parameters()) if recompute else ()
+        # With a cache the proxy's keys are kept whatever the mode, so that decoding may turn sparse.
+        with_proxy = attention.has_proxy and (context.attention != "dense" or context.cache is not None)
+        project = self.project_all if with_proxy else self.project
+        tensors = (rows, context.cos, context.sin)
+        heads = by_rows(project, self.chunk, tensors, weights, recompute=recompute)
+        heads = [y.unflatten(0, x.shape[:2]) for y in heads]
+        q, k, v, q_proxy, k_proxy = heads if with_proxy else (*heads, None, None)
+        out, kl = attention(q, k, v, q_proxy, k_proxy, context, kl_probe, block_indices)
+        tensors = (rows, out.flatten(2).flatten(0, 1))
+        (y,) = by_rows(self.finish, self.chunk, tensors, weights, recompute=recompute, skip=again)
+        return y.view_as(x), kl
 
     def forward(self, x: Tensor, context: Context, kl_probe: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not (self.activation_checkpoint and torch.is_grad_enabled()):
-            return self.body(x, context, kl_probe)
-        keep = functools.partial(create_selective_checkpoint_contexts, _keep_selection)
-        return checkpoint(self.body, x, context, kl_probe, use_reentrant=False, context_fn=keep)
+        if context.activations in ("all", "attention") or not torch.is_grad_enabled():
+            return self.body(x, None, context, kl_probe)
+        indices = None
+        if context.attention == "sparse" and self.self_attn.has_proxy:
+            # Selecting is quadratic in the length: done once, and kept.
+            with torch.no_grad():
+                tensors = (x.flatten(0, 1), context.cos, context.sin)
+                proxies = by_rows(self.project_proxy, self.chunk, tensors, ())
+                q_proxy, k_proxy = (y.unflatten(0, x.shape[:2]) for y in proxies)
+                indices = msa.select_blocks(
+                    q_proxy,
+                    k_proxy,
+                    top_k=self.self_attn.top_k,
+                    doc_start_block=context.doc_start_block,
+                    block_size=self.self_attn.block_size,
+                )
+                del proxies, q_proxy, k_proxy
+        calls = itertools.count()
 
+        def run(x: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
+            return self.body(x, indices, context, kl_probe, again=next(calls) > 0)
 
-def offload(x: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
-    """Under this context what autograd saves of x itself waits in host memory until backward."""
-    pointer, shape = x.data_ptr(), x.shape  # autograd keeps pack, which must not keep x
-
-    def pack(saved: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        if saved.data_ptr() != pointer or saved.shape != shape:
-            return saved
-        host = torch.empty(saved.shape, dtype=saved.dtype, pin_memory=saved.is_cuda)
-        return saved.device, host.copy_(saved, non_blocking=True)
-
-    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed[1].to(packed[0], non_blocking=True)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int
-) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy of hidden (N, d) @ weight (V, d)^T against labels (N,), `chunk` rows of logits at a time.
-
-    Returns nll (N,) fp32, 0 where the label is -100, and, without gradients, whether the likeliest token is
-    the label (N,) bool. In backward the logits of a chunk are computed again.
-    """
-    learning = torch.is_grad_enabled()
-    weight = weight.float()  # the chunks' gradients add up in fp32, also where FSDP hands over bfloat16
-
-    def nll_of(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = F.linear(h, weight.to(h.dtype)).float()
-        nll = F.cross_entropy(logits, y, ignore_index=IGNORE, reduction="none")
-        return nll, None if learning else logits.argmax(-1) == y
-
-    run = functools.partial(checkpoint, nll_of, use_reentrant=False) if learning else nll_of
-    parts = [run(h, y) for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True)]
-    nll = torch.cat([p[0] for p in parts])
-    return nll, None if learning else torch.cat([p[1] for p in parts])
+        return checkpoint(run, x, indices, use_reentrant=False, preserve_rng_state=False)
 
 
 class Transformer(nn.Module):
@@ -315,12 +507,30 @@ class Transformer(nn.Module):
                 std = 0.02 / (2 * self.config.n_layer) ** 0.5 if writes else 0.02
                 param.copy_(torch.empty(param.shape).normal_(0, std, generator=generator))
 
+    def compile_rows(self, **options) -> None:
+        """torch.compile for all that is token-wise: once a run, since chunks have one shape."""
+        for layer in self.model["layers"]:
+            layer.compile_rows(**options)
+        self.learn_from = torch.compile(self.learn_from, dynamic=False, **options)
+
+    def learn_from(self, x: Tensor, labels: Tensor) -> tuple[Tensor]:
+        """The last layer's x (N, d), labels (N,) -> nll (N,) fp32, 0 where the label is -100."""
+        logits = self.lm_head(self.model["norm"](x)).float()
+        return (F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none"),)
+
+    def compare(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and whether the likeliest token is the label (N,) bool."""
+        logits = self.lm_head(self.model["norm"](x)).float()
+        nll = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+        return nll, logits.argmax(-1) == labels
+
     def forward(
         self,
         tokens: Tensor,
         labels: Tensor | None = None,
         *,
         attention: str,
+        activations: str = "all",
         rope_theta: float | None = None,
         doc_start_block: Tensor | None = None,
         kl_probe: Tensor | None = None,
@@ -332,59 +542,77 @@ class Transformer(nn.Module):
         """tokens, labels (B, S) -> Output: nll with labels, otherwise the logits of each last token.
 
         attention: "dense", "warmup" or "sparse"; rope_theta: Config.rope_theta by default.
+        activations: what layers keep for backward; "all"; "attention": their input, and what attention takes
+            and gives; "input": that and the selection; "offload": the same, with the inputs in host memory.
+            The rest is computed again.
         doc_start_block (B, ceil(S / block_size)) int32: borders of documents; positions start again there.
         kl_probe (layers, Hp): its gradient receives the KL sums of the layers.
-        cache: with S = 1 decodes one token a sequence; otherwise it must be empty, and the prompts of
-            prompt_lengths (B,) tokens (S by default) are padded on the right.
+        cache: with S = 1 decodes one token a sequence; otherwise tokens are the next piece of the prompts of
+            prompt_lengths (B,) tokens (all of them by default), padded on the right; pieces but the last are
+            whole blocks. Logits are those of a prompt's last token in the piece that holds it.
         report: a list that receives, from each layer with a proxy, its KL and recalls on report_rows (R,).
         """
         batch, length = tokens.shape
-        block_size = self.config.block_size
-        position = torch.arange(length, device=tokens.device)[None]  # (1, S)
+        block_size, device = self.config.block_size, tokens.device
+        position = torch.arange(length, device=device)[None]  # (1, S)
+        q_block = None
         if doc_start_block is not None:
             position = position - block_size * doc_start_block.repeat_interleave(block_size, 1)[:, :length]
         if cache is not None:
             if doc_start_block is not None:
                 raise ValueError("doc_start_block: a cache holds one document a sequence, leave it out")
+            end = cache.longest + length
+            if end > cache.size:
+                raise ValueError(f"tokens: the cache has room for {cache.size} tokens a sequence")
             if length == 1:
                 position = cache.lengths[:, None]
-            elif cache.longest:
+            elif cache.longest % block_size:
                 raise ValueError(
-                    f"tokens: {length} a sequence need an empty cache, this one holds {cache.longest}"
+                    f"tokens: a piece of {length} tokens begins with a block, and the cache holds "
+                    f"{cache.longest} a sequence; give whole blocks of {block_size} before it"
                 )
-            if cache.longest + length > cache.size:
-                raise ValueError(f"tokens: the cache has room for {cache.size} tokens a sequence")
-        cos, sin = rope_table(position, self.config.head_dim, rope_theta or self.config.rope_theta)
-        context = Context(cos, sin, attention, doc_start_block, cache, report, report_rows)
+            elif cache.longest:
+                position = position + cache.longest
+                blocks = range(cache.longest // block_size, -(-end // block_size))
+                q_block = torch.arange(blocks.start, blocks.stop, dtype=torch.int32, device=device)
+        table = rope_table(position, self.config.head_dim, rope_theta or self.config.rope_theta)
+        cos, sin = (x.expand(batch, -1, -1, -1).flatten(0, 1) for x in table)
+        context = Context(
+            cos, sin, attention, activations, doc_start_block, cache, q_block, report, report_rows
+        )
 
-        x = self.model["embed_tokens"](tokens).to(self.compute_dtype)  # (B, S, d)
+        with record_function("embedding"):
+            x = self.model["embed_tokens"](tokens).to(self.compute_dtype)  # (B, S, d)
         kl = x.new_zeros((), dtype=torch.float32)
+        copies = HostCopies(device) if activations == "offload" and torch.is_grad_enabled() else None
         for i, layer in enumerate(self.model["layers"]):
-            offloads = self.config.activation_offload and torch.is_grad_enabled()
-            with offload(x) if offloads else contextlib.nullcontext():
+            # The last one's input is the first that backward asks for.
+            leaves = copies is not None and i + 1 < self.config.n_layer
+            with copies.take(x) if leaves else contextlib.nullcontext():
                 x, layer_kl = layer(x, context, None if kl_probe is None else kl_probe[i])
             kl = kl + layer_kl
-        x = self.model["norm"](x)
 
         if labels is not None:
-            nll, correct = chunked_cross_entropy(
-                x.flatten(0, 1), self.lm_head.weight, labels.flatten(), self.config.loss_chunk
-            )
-            return Output(
-                nll.view(batch, length), None if correct is None else correct.view(batch, length), None, kl
-            )
+            head = self.compare
+            weights: list[Tensor] = []
+            if torch.is_grad_enabled():
+                head, weights = self.learn_from, [self.model["norm"].weight, self.lm_head.weight]
+            rows = (x.flatten(0, 1), labels.flatten())
+            with record_function("loss"):
+                nll, *correct = by_rows(head, self.config.loss_chunk, rows, weights, recompute=True)
+            return Output(nll.view_as(labels), correct[0].view_as(labels) if correct else None, None, kl)
         if cache is None:
-            last = torch.full((batch,), length - 1, device=tokens.device)
+            last = torch.full((batch,), length - 1, device=device)
         elif length == 1:
             last = torch.zeros_like(cache.lengths)
             cache.lengths += 1
             cache.longest += 1
         else:
-            cache.lengths += length if prompt_lengths is None else prompt_lengths
-            cache.longest = length
-            last = cache.lengths - 1
-        x = x[torch.arange(batch, device=tokens.device), last]  # (B, d)
-        return Output(None, None, self.lm_head(x).float(), kl)
+            begin, cache.longest = cache.longest, end
+            cache.lengths[:] = end if prompt_lengths is None else prompt_lengths.clamp(max=end)
+            last = (cache.lengths - 1 - begin).clamp(min=0)
+        x = x[torch.arange(batch, device=device), last]  # (B, d)
+        return Output(None, None, self.lm_head(self.model["norm"](x)).float(), kl)
 
 
 def is_proxy(name: str) -> bool:

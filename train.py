@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -46,8 +46,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from configs import Config, Stage, describe, from_dict, load_config, stage_steps, to_dict
+import msa
+from configs import ACTIVATIONS, Config, Stage, describe, from_dict, load_config, stage_steps, to_dict
 from data import Batch, Loader, Stream, TokenFile, find_dataset
 from model import (
     IGNORE,
@@ -79,9 +81,9 @@ WANDB_TIMEOUT = 60  # seconds that the end of a run waits for wandb
 # What a resumed run may change: nothing here moves a weight.
 FREE_FIELDS = {
     *("out_dir", "dataset", "device", "compile", "init_from", "dry_run", "curves", "retrieval_sets"),
-    *("stages", "stage_steps", "micro_batch_tokens", "max_skipped_steps", "activation_checkpoint"),
-    *("activation_offload", "mlp_chunk", "loss_chunk", "log_interval", "layer_interval", "eval_interval"),
-    *("kl_interval", "kl_rows", "checkpoint_interval", "wandb", "wandb_project", "wandb_name"),
+    *("stages", "stage_steps", "attention", "micro_batch_tokens", "max_skipped_steps", "activations"),
+    *("memory_limit_gib", "row_chunk", "loss_chunk", "log_interval", "layer_interval", "eval_interval"),
+    *("kl_interval", "kl_rows", "checkpoint_interval", "profile", "wandb", "wandb_project", "wandb_name"),
 }
 
 
@@ -336,6 +338,12 @@ def compute_dtype(config: Config, world: World) -> tuple[torch.dtype, str]:
     return torch.float32, "the GPU has no bfloat16"
 
 
+def compiles_rows(config: Config, world: World) -> tuple[bool, str]:
+    if config.compile is not None:
+        return config.compile, "as the config says"
+    return world.device.type == "cuda", f"on {world.device.type}"
+
+
 def shard(model: Transformer, world: World, dtype: torch.dtype) -> None:
     """FSDP2, layer by layer; gradients are summed over ranks, since each loss is a share of a global mean."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -416,6 +424,164 @@ def step_flops(model: Transformer, batch: Batch, stage: Stage) -> float:
     total += 14.0 * c.head_dim * c.n_head * (dense_pairs * (c.n_layer - with_proxy) + main_pairs * with_proxy)
     scored = dense_pairs if stage.attention == "sparse" else 0
     return total + c.head_dim * c.n_proxy_head * with_proxy * (2.0 * scored + 8.0 * main_pairs)
+
+
+# ---- memory -----------------------------------------------------------------------------------------
+
+
+class MemoryPlan(NamedTuple):
+    """What a rank's step is predicted to take, in GiB."""
+
+    activations: str  # see Transformer.forward
+    tokens: int  # of a forward
+    states: float  # weights, gradients and moments
+    kept: float  # by layers, for backward
+    work: float  # while a layer, or the loss, goes backward: all that is alive beside those two
+    host: float  # layer inputs in pinned host memory
+
+    @property
+    def total(self) -> float:
+        return self.states + self.kept + self.work
+
+    def __str__(self) -> str:
+        host = f", {self.host:.1f} GiB of host memory" if self.host else ""
+        return (
+            f"{self.total:.1f} GiB for {self.tokens:,} tokens a forward: {self.states:.1f} of weights, "
+            f"gradients and moments, {self.kept:.1f} that layers keep for backward, {self.work:.1f} in which "
+            f"one of them works{host}"
+        )
+
+
+def plan_memory(
+    config: Config, world: World, stage: Stage, activations: str, dtype: torch.dtype, compiles: bool
+) -> MemoryPlan:
+    """Of one step in `stage`, where layers keep `activations`; counted from the tensors that there are."""
+    c, size = config, dtype.itemsize
+    tokens = forward_tokens(c, stage)
+    with torch.device("meta"):
+        model = Transformer(c)
+    params, layer_params = (sum(p.numel() for p in m.parameters()) for m in (model, model.model["layers"]))
+    proxy = stage.attention != "dense"
+    main_heads = c.n_head + 2 * c.n_kv_head
+    proxy_heads = (c.n_proxy_head + c.n_proxy_kv_head) if proxy else 0
+    # Bytes a token and layer.
+    x, q = c.d_model * size, c.n_head * c.head_dim * size
+    heads = (main_heads + proxy_heads) * c.head_dim * size
+    raw = heads - c.n_kv_head * c.head_dim * size  # before their norms; v has none
+    lse = 4 * (c.n_head + (c.n_proxy_head if proxy else 0))
+    selection = 4 * c.n_proxy_head * (c.top_k // c.block_size) if stage.attention == "sparse" else 0
+    mlp = c.d_mlp * size
+    kept = {"offload": selection, "input": x + selection, "attention": x + heads + q + lse + selection}
+    kept["all"] = kept["attention"] + 3 * x + raw + 3 * mlp
+    if not compiles:  # what fusing spares: norms and RoPE in fp32
+        kept["all"] += 4 * (4 * c.d_model + (2 * raw // size))
+    of_layers = tokens * kept[activations] * c.n_layer
+    chunks = -(-tokens // c.row_chunk)
+    if activations == "all" and dtype != torch.float32:  # each chunk's weights, cast
+        of_layers += chunks * size * layer_params
+    # A layer goes backward: gradients of its output and input, of attention's output and inputs, and what it
+    # computes again; beside it the chunk in hand.
+    again = heads + q + lse if activations in ("input", "offload") else 0
+    layer = tokens * (3 * x + q + heads + again)
+    layer += msa.workspace_bytes(
+        batch=tokens // stage.seq_len,
+        seq_len=stage.seq_len,
+        heads=c.n_head,
+        kv_heads=c.n_kv_head,
+        proxy_heads=c.n_proxy_head if proxy else None,
+        top_k=c.top_k if stage.attention == "sparse" else None,
+        device=world.device,
+        dtype=dtype,
+        head_dim=c.head_dim,
+        block_size=c.block_size,
+    )
+    rows = min(tokens, c.row_chunk)
+    in_hand = rows * (2 * x + raw + 6 * mlp) if activations != "all" else 3 * rows * mlp
+    loss = tokens * 2 * x + min(tokens, c.loss_chunk) * c.vocab_size * (4 * 3 + 2 * size)
+    offloads = activations == "offload"
+    if offloads:  # the last layer's input stays, and two are on their way
+        layer += 3 * tokens * x
+    rope = tokens * 4 * c.head_dim
+    return MemoryPlan(
+        activations,
+        tokens,
+        states=16 * params / world.size / 2**30,
+        kept=of_layers / 2**30,
+        work=(rope + max(layer + in_hand, loss)) / 2**30,
+        host=tokens * x * (c.n_layer - 1) / 2**30 if offloads else 0.0,
+    )
+
+
+def forward_tokens(config: Config, stage: Stage) -> int:
+    """Tokens of a forward and rank: as many sequences as micro_batch_tokens holds, at least one."""
+    return max(1, (config.micro_batch_tokens or 16384) // stage.seq_len) * stage.seq_len
+
+
+def memory_there_is(config: Config, world: World) -> tuple[float, float]:
+    """GiB that the step may take: of the device (of several ranks the smallest), and of the host, pinned."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration):  # counts the page cache too, where the system tells
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+    device = host = available / 2**30
+    if world.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(world.device)
+        device = (free + torch.cuda.memory_reserved(world.device)) / 2**30
+        if config.memory_limit_gib is not None:
+            torch.cuda.set_per_process_memory_fraction(
+                min(1.0, config.memory_limit_gib * 2**30 / total), world.device
+            )
+    if config.memory_limit_gib is not None:
+        device = min(device, config.memory_limit_gib)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    least = torch.tensor([device, host / local], device=world.device)
+    if world.size > 1:
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+    return tuple(least.tolist())
+
+
+def choose_activations(
+    config: Config, world: World, index: int, there: tuple[float, float], dtype: torch.dtype, compiles: bool
+) -> MemoryPlan:
+    """What the layers keep for backward in stage `index`; says why. ValueError where no choice fits.
+    there: GiB of the device and of the host, see `memory_there_is`."""
+    stage, (device, host) = config.stages[index], there
+    auto = config.activations == "auto"
+    options = (config.activations,)
+    if auto:  # a CPU has no other memory to go to
+        options = ACTIVATIONS if world.device.type == "cuda" else ACTIVATIONS[:-1]
+    plans = [plan_memory(config, world, stage, kept, dtype, compiles) for kept in options]
+    # The allocator's blocks leave gaps, and the host runs other things.
+    fitting = [plan for plan in plans if plan.total <= 0.95 * device and plan.host <= 0.9 * host]
+    if not fitting:
+        pinned = f" and {host:.1f} GiB of host memory" if plans[-1].host else ""
+        raise ValueError(
+            f"stages[{index}] ({stage.attention}, {stage.seq_len:,} tokens a sequence) does not fit: with "
+            f"activations {options[-1]!r} it is predicted to take {plans[-1]}; there are {device:.1f} GiB, "
+            f"5% of them for gaps{pinned}. "
+            f"Less is needed with {', '.join(needs_less(config, stage, options[-1]))}"
+        )
+    best = fitting[0]
+    why = "as the config says"
+    if auto:
+        why = f"the first that fits {device:.1f} GiB"
+        if best is not plans[0]:
+            before = plans[plans.index(best) - 1]
+            why += f", {before.activations!r} would take {before.total:.1f}"
+    world.say(f"stage {index} keeps {best.activations!r} for backward ({why}); predicted: {best}")
+    return best
+
+
+def needs_less(config: Config, stage: Stage, activations: str) -> list[str]:
+    """Settings with which a step takes less memory, the ones that cost least first."""
+    tokens, advice = forward_tokens(config, stage), []
+    if tokens > stage.seq_len:
+        advice.append(f"--micro_batch_tokens={max(stage.seq_len, tokens // 2)}")
+    if activations != ACTIVATIONS[-1]:
+        advice.append(f"--activations={ACTIVATIONS[ACTIVATIONS.index(activations) + 1]}")
+    if config.row_chunk > 4096:
+        advice.append(f"--row_chunk={config.row_chunk // 2}")
+    return [*advice, "more ranks, or a shorter seq_len"]
 
 
 # ---- optimizers -------------------------------------------------------------------------------------
@@ -828,7 +994,7 @@ def heat_map(rows: list[list[float]], title: str) -> np.ndarray:
 
 
 def draw_curves(out_dir: str | Path) -> Path:
-    """curves.png from metrics.jsonl: loss, KL, recalls and sequence length over tokens."""
+    """curves.png from metrics.jsonl: loss, KL, recalls, length and speed over tokens; loss by position."""
     from matplotlib.figure import Figure
 
     path = Path(out_dir) / "metrics.jsonl"
@@ -842,8 +1008,10 @@ def draw_curves(out_dir: str | Path) -> Path:
         points = [(r["tokens"], r[key]) for r in records if r["kind"] == kind and r.get(key) is not None]
         return [p[0] for p in points], [p[1] for p in points]
 
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    (loss, kl), (recall, length) = figure.subplots(2, 2, sharex=True)
+    figure = Figure(figsize=(11, 10), layout="constrained")
+    (loss, kl), (recall, length), (position, speed) = figure.subplots(3, 2)
+    for axes in (kl, recall, length, speed):
+        axes.sharex(loss)
     loss.plot(*series("train", "loss"), lw=1, color="0.6", label="train")
     loss.plot(*series("val", "loss"), "o-", ms=3, label="validation, fixed: first length, dense")
     loss.plot(*series("val", "stage_loss"), "s-", ms=3, label="validation, the stage's own")
@@ -855,23 +1023,63 @@ def draw_curves(out_dir: str | Path) -> Path:
     recall.plot(*series("proxy", "block_recall"), "o-", ms=3, label="block recall")
     recall.plot(*series("proxy", "score_recall"), "s-", ms=3, label="score recall")
     recall.plot(*series("proxy", "score_best"), "--", lw=1, color="0.4", label="best possible score recall")
-    recall.set(title="recalls of the selection", xlabel="tokens", ylim=(None, 1.01))
+    recall.set(title="recalls of the selection", ylim=(None, 1.01))
     length.step(*series("train", "seq_len"), where="pre")
-    length.set(title="sequence length", xlabel="tokens", yscale="log")
+    length.set(title="sequence length", ylabel="tokens")
     length.set_yscale("log", base=2)
+    speed.plot(*series("train", "tokens_per_second"), ".-", lw=1)
+    speed.set(title="speed", ylabel="tokens a second", xlabel="tokens", ylim=(0, None))
     train = [r for r in records if r["kind"] == "train"]
+    stages = {r["stage"]: f"{r['attention']} {r['seq_len']:,}" for r in train}
+    for stage, last in {r["stage"]: r for r in records if r["kind"] == "val"}.items():
+        prefix = "stage_loss_from_"
+        points = sorted((int(k.removeprefix(prefix)), v) for k, v in last.items() if k.startswith(prefix))
+        # A bucket ends where the next one, twice as far, begins.
+        ends = [max(128, 2 * start) for start, _ in points]
+        position.plot(ends, [v for _, v in points], ".-", lw=1, label=stages.get(stage, f"stage {stage}"))
+    position.set(title="loss by position, at the end of each stage", ylabel="nats a token", xlabel="up to")
+    position.set_xscale("log", base=2)
     for before, after in zip(train, train[1:], strict=False):
         if before["stage"] != after["stage"]:
-            for axes in (loss, kl, recall, length):
+            for axes in (loss, kl, recall, length, speed):
                 axes.axvline(before["tokens"], color="0.85", lw=1, zorder=0)
             length.annotate(after["attention"], (before["tokens"], after["seq_len"]), fontsize=8, va="bottom")
-    for axes in (loss, kl, recall):
+    for axes in (loss, kl, recall, position):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
         axes.grid(alpha=0.2)
     out = path.with_name("curves.png")
     write_atomically(out, lambda file: figure.savefig(file, dpi=110, format="png"))
     return out
+
+
+def stage_table(out_dir: str | Path) -> str:
+    """A line a stage from metrics.jsonl: speed (medians), memory (peaks, and as predicted), loss and KL."""
+    records = read_metrics(Path(out_dir) / "metrics.jsonl")
+    lines = [
+        f"{'stage':>5} {'attention':>9} {'seq_len':>9} {'steps':>6} {'s/step':>7} {'tok/s':>9} {'mfu':>6} "
+        f"{'keeps':>9} {'GiB':>6} {'predicted':>9} {'host GiB':>8} {'loss':>7} {'kl':>7}"
+    ]
+    train = [r for r in records if r["kind"] == "train"]
+    for stage in sorted({r["stage"] for r in train}):
+        own = [r for r in train if r["stage"] == stage]
+        last, speeds = own[-1], [r["tokens_per_second"] for r in own if r["tokens_per_second"]]
+        first_step = max((r["step"] for r in train if r["stage"] < stage), default=0)
+        tokens = last["tokens"] // last["step"]  # a step
+
+        def shown(x: float | None, form: str, width: int) -> str:
+            return f"{'-' if x is None else format(x, form):>{width}}"
+
+        speed = float(np.median(speeds)) if speeds else None
+        mfus = [r["mfu"] for r in own if r["mfu"]]
+        lines.append(
+            f"{stage:5} {last['attention']:>9} {last['seq_len']:9,} {last['step'] - first_step:6,} "
+            f"{shown(speed and tokens / speed, '.2f', 7)} {shown(speed, ',.0f', 9)} "
+            f"{shown(float(np.median(mfus)) if mfus else None, '.1%', 6)} {last['activations']:>9} "
+            f"{max(r['peak_memory_gib'] for r in own):6.1f} {last['predicted_memory_gib']:9.1f} "
+            f"{last['host_memory_gib']:8.1f} {shown(last['loss'], '.4f', 7)} {shown(last['kl'], '.4f', 7)}"
+        )
+    return "\n".join(lines)
 
 
 # ---- the run ----------------------------------------------------------------------------------------
@@ -920,15 +1128,13 @@ class Trainer:
         dtype, why = compute_dtype(config, world)
         self.model = Transformer(config)
         self.model.compute_dtype = dtype
-        self.compiles = world.device.type == "cuda" if config.compile is None else config.compile
-        reason = "as the config says" if config.compile is not None else f"on {world.device.type}"
+        self.compiles, reason = compiles_rows(config, world)
         world.say(
             f"device {world.device} x {world.size} ranks; {str(dtype).removeprefix('torch.')} ({why}); "
             f"torch.compile {'on' if self.compiles else 'off'} ({reason})"
         )
         if self.compiles:
-            for layer in self.model.model["layers"]:
-                layer.compile(dynamic=False)
+            self.model.compile_rows()
         self.step = 0
         if config.init_from is not None and not checkpoints(config.out_dir):
             self.load_initial(config.init_from)
@@ -945,6 +1151,12 @@ class Trainer:
             check_resume(saved, config, self.schedule, self.data)
             check_state(saved, config, self.model)
         check_agreement(world, {"the step of the checkpoint": saved and saved["step"]})
+        there = memory_there_is(config, world)
+        self.plans = [
+            choose_activations(config, world, i, there, dtype, self.compiles)
+            for i in range(len(config.stages))
+        ]
+        self.activations = self.plans[0].activations  # of the stage in hand
         self.model.to(world.device)
         if world.size > 1:
             shard(self.model, world, dtype)
@@ -1023,7 +1235,12 @@ class Trainer:
 
     def micro_batch(self, stage: Stage) -> int:
         """Sequences a forward and rank."""
-        return max(1, (self.config.micro_batch_tokens or 16384) // stage.seq_len)
+        return forward_tokens(self.config, stage) // stage.seq_len
+
+    def row_shapes(self, stage: Stage) -> set[int]:
+        """Rows of the chunks that token-wise work is cut into."""
+        tokens, chunk = forward_tokens(self.config, stage), self.config.row_chunk
+        return {min(tokens, chunk), tokens % chunk}
 
     def forward(self, batch: Batch, rows: slice, stage: Stage, **kwargs):
         device = self.world.device
@@ -1051,7 +1268,9 @@ class Trainer:
             world.at(f"step {self.step + 1}")
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(begin + micro >= sequences)
-            out = self.forward(batch, slice(begin, begin + micro), stage, kl_probe=probe)
+            out = self.forward(
+                batch, slice(begin, begin + micro), stage, kl_probe=probe, activations=self.activations
+            )
             nll_sum = out.nll.sum()
             loss = out.kl / (batch.n_tokens * c.n_proxy_head)
             if not stage.freeze_backbone:
@@ -1062,17 +1281,28 @@ class Trainer:
         if stage.freeze_backbone:  # the KL's gradient there is zero, and zero would still decay weights
             for p in self.backbone:
                 p.grad = None
-        grad_norms = [
-            norm_of([p.grad for p in params if p.grad is not None], world.device)
-            for params in (self.backbone, self.proxy)
-        ]
+        with record_function("gradients"):
+            # Of the backbone and of the proxy, and for log lines of the backbone in the first and last layer.
+            params_of_norms = [self.backbone, self.proxy]
+            if will_log:
+                layers = self.model.model["layers"]
+                for layer in (layers[0], layers[-1]):
+                    params_of_norms.append([p for n, p in layer.named_parameters() if not is_proxy(n)])
+            grad_norms = [
+                norm_of([p.grad for p in params if p.grad is not None], world.device)
+                for params in params_of_norms
+            ]
         kl = torch.zeros_like(self.kl_probe) if self.kl_probe.grad is None else self.kl_probe.grad
         sent = torch.tensor([float(self.signal_here == s) for s in STOP_SIGNALS], device=world.device)
         bad = torch.zeros(world.size, device=world.device)  # the ranks whose own loss is not finite
         bad[world.rank] = ~nll.isfinite()
         shared = world.sum(torch.cat([nll[None], sent, bad, kl.detach().flatten()]))
         # The step's one wait for the device.
-        grad_norm, proxy_grad_norm, nll, *rest = torch.cat([torch.stack(grad_norms), shared]).tolist()
+        numbers = torch.cat([torch.stack(grad_norms), shared]).tolist()
+        (grad_norm, proxy_grad_norm, *layer_norms), (nll, *rest) = (
+            numbers[: len(grad_norms)],
+            numbers[len(grad_norms) :],
+        )
         sent, rest = rest[: len(STOP_SIGNALS)], rest[len(STOP_SIGNALS) :]
         bad, kl = rest[: world.size], rest[world.size :]
         # A signal that came while we waited counts in the next step, for every rank alike.
@@ -1090,14 +1320,15 @@ class Trainer:
                     for p in params:
                         if p.grad is not None:
                             p.grad.mul_(limit / norm)
-            before = [p.detach().clone() for p in self.proxy] if will_log else []
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["peak"] * share
-                optimizer.step()
-            if will_log:
-                moved = [p.detach() - b for p, b in zip(self.proxy, before, strict=True)]
-                update = norm_of(moved, world.device).item()
+            with record_function("optimizer"):
+                before = [p.detach().clone() for p in self.proxy] if will_log else []
+                for optimizer in self.optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] = group["peak"] * share
+                    optimizer.step()
+                if will_log:
+                    moved = [p.detach() - b for p, b in zip(self.proxy, before, strict=True)]
+                    update = norm_of(moved, world.device).item()
         else:
             self.skipped += 1
             self.skipped_in_a_row += 1
@@ -1117,6 +1348,8 @@ class Trainer:
             "loss": nll / max(1, batch.n_labels),
             "kl": sum(layer_kl) / with_proxy if learns else None,
             "grad_norm": grad_norm,
+            "first_layer_grad_norm": layer_norms[0] if layer_norms else None,
+            "last_layer_grad_norm": layer_norms[1] if layer_norms else None,
             "proxy_grad_norm": proxy_grad_norm if learns else None,
             "proxy_update_norm": update if learns else None,
             "lr": c.lr * share,
@@ -1261,6 +1494,37 @@ class Trainer:
 
     # -- the loop --
 
+    @contextlib.contextmanager
+    def profiler(self, stage_index: int) -> Iterator[None]:
+        """Writes a trace of what happens under it, and where the GPU's time goes; rank 0 alone."""
+        c, world = self.config, self.world
+        if world.rank:
+            yield
+            return
+        from msa import trace  # it brings the benchmark
+
+        activities = [ProfilerActivity.CPU]
+        if world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        with profile(activities=activities, record_shapes=True) as recorded:
+            yield
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            wall = (time.perf_counter() - begin) * 1e3
+        path = Path(c.out_dir) / f"trace_{stage_index}.json.gz"
+        sizes = {"vocab_size": c.vocab_size, "d_model": c.d_model, "d_mlp": c.d_mlp}
+        try:
+            recorded.export_chrome_trace(str(path))
+            table = trace.format_parts(trace.parts(path, **sizes), wall)
+            title = f"step {self.step + 1}, {c.stages[stage_index]}, keeps {self.activations!r}"
+            text = f"{title}\n{table}\n"
+            path.with_name(f"profile_{stage_index}.txt").write_text(text)
+            world.say(f"{text}wrote {path}")
+        except (OSError, ValueError) as error:
+            world.say(f"no profile of stage {stage_index}: {error}")
+
     def save(self) -> None:
         c, world = self.config, self.world
         world.at(f"the checkpoint of step {self.step}")
@@ -1367,7 +1631,7 @@ class Trainer:
             self.log.close()
         if world.rank == 0:
             try:
-                world.say(f"wrote {draw_curves(c.out_dir)}")
+                world.say(f"wrote {draw_curves(c.out_dir)}\n{stage_table(c.out_dir)}")
             except (OSError, ValueError) as error:
                 world.say(f"no curves.png: {error}")
         if self.stop_signal:
@@ -1377,7 +1641,7 @@ class Trainer:
 
     def train(self) -> None:
         c, world, schedule = self.config, self.world, self.schedule
-        stage_index = -1
+        stage_index, compiled_shapes, profiled = -1, None, None
         if self.step:
             self.run_evaluations(schedule.stage_of(self.step - 1))
         mark_time, mark_step = time.perf_counter(), self.step
@@ -1387,8 +1651,14 @@ class Trainer:
                 stage_index = schedule.stage_of(self.step)
                 stage = c.stages[stage_index]
                 world.say(f"stage {stage_index}: {stage}, to step {schedule.ends[stage_index]}")
-                if self.compiles:
-                    torch._dynamo.reset()  # a stage's shapes are its own; inside it nothing compiles again
+                self.activations = self.plans[stage_index].activations
+                shapes = self.row_shapes(stage)
+                if self.compiles and shapes != compiled_shapes:
+                    torch._dynamo.reset()  # its limit of recompilations is for those that nobody asked for
+                compiled_shapes = shapes
+                if world.device.type == "cuda":
+                    torch.cuda.empty_cache()  # of blocks that fitted the stage before
+                    torch.cuda.reset_peak_memory_stats()
                 mark_time, mark_step = time.perf_counter(), self.step
             will_log = c.log_interval > 0 and (
                 self.step == 0
@@ -1400,7 +1670,11 @@ class Trainer:
             # this step may start, would die of it, and the step wait for them. They inherit what is blocked;
             # the handler here comes later.
             waits = (signal.SIGTERM, signal.SIGHUP) if first and self.compiles else ()
-            with blocked(*waits):
+            # Not the first step of a stage, if there is another: it loads and compiles.
+            end = schedule.ends[stage_index]
+            profiles = c.profile and (profiled != stage_index) and (not first or self.step + 1 == end)
+            profiled = stage_index if profiles else profiled
+            with blocked(*waits), self.profiler(stage_index) if profiles else contextlib.nullcontext():
                 record = self.train_step(stage, will_log)
             self.step += 1
             if self.skipped_in_a_row >= c.max_skipped_steps:
@@ -1414,10 +1688,10 @@ class Trainer:
             layer_kl, flops = record.pop("layer_kl"), record.pop("flops")
             if will_log:
                 seconds = (time.perf_counter() - mark_time) / (self.step - mark_step)
-                if first and self.compiles:
-                    seconds = None  # most of it went into compiling
+                if profiles or (first and self.compiles):
+                    seconds = None  # most of it went into compiling, or into recording
                 self.report_step(record, stage, stage_index, seconds, flops, layer_kl)
-            if will_log or first:
+            if will_log or first or profiles:
                 mark_time, mark_step = time.perf_counter(), self.step
             evaluates = self.due(c.eval_interval) or self.due(c.kl_interval)
             if self.due(c.checkpoint_interval) or self.stop_signal or self.step == schedule.total:
@@ -1448,13 +1722,13 @@ class Trainer:
         layer_kl: list[float] | None,
     ) -> None:
         c, world = self.config, self.world
-        peak = None
+        peak = memory = None
         if world.device.type == "cuda":
             name = torch.cuda.get_device_name()
             peak = next((t for gpu, t in PEAK_TFLOPS.items() if gpu in name), None)
             memory = torch.cuda.max_memory_allocated() / 2**30
-        else:
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        host_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        memory = host_memory if memory is None else memory
         record = {
             "kind": "train",
             "step": self.step,
@@ -1466,6 +1740,9 @@ class Trainer:
             "tokens_per_second": c.tokens_per_step / seconds if seconds else None,
             "mfu": flops / seconds / (peak * 1e12) if peak and seconds else None,
             "peak_memory_gib": memory,
+            "predicted_memory_gib": self.plans[stage_index].total,
+            "host_memory_gib": host_memory,
+            "activations": self.activations,
             "eta_seconds": (self.schedule.total - self.step) * seconds if seconds else None,
         }
         if layer_kl is not None and self.due(c.layer_interval):
@@ -1588,32 +1865,13 @@ def dry_run(config: Config, world: World, data_commands: Iterable[str]) -> None:
         f"parameters {total:,}: backbone {total - proxy - embedding:,}, embedding {embedding:,}, "
         f"proxy {proxy:,}"
     )
-    states = 16 * total / world.size / 2**30
-    world.say(f"weights, gradients and AdamW in fp32: {states:.2f} GiB a rank ({world.size} ranks)")
-    for i, stage in enumerate(config.stages):
-        tokens, activations, attention = predict_memory(config, world, stage)
-        world.say(
-            f"stage {i}: about {activations:.2f} GiB of activations a rank and {attention:.2f} GiB that "
-            f"attention works in ({tokens:,} tokens a forward)"
-        )
-
-
-def predict_memory(config: Config, world: World, stage: Stage) -> tuple[int, float, float]:
-    """Tokens of a forward and, in GiB, what they leave behind for backward and what attention works in."""
-    tokens = max(1, (config.micro_batch_tokens or 16384) // stage.seq_len) * stage.seq_len
-    size = 2 if compute_dtype(config, world)[0] == torch.bfloat16 else 4
-    heads = config.n_head + 2 * config.n_kv_head + config.n_proxy_head + config.n_proxy_kv_head
-    # While a layer runs its MLP takes mlp_chunk tokens; without checkpointing all of it is kept.
-    mlp = min(tokens, config.mlp_chunk) / tokens if config.activation_checkpoint else 1
-    layer = 4 * config.d_model + 2 * heads * config.head_dim + 4 * config.d_mlp * mlp
-    kept = config.d_model if config.activation_checkpoint else layer
-    if config.activation_offload:
-        kept = 0
-    activations = tokens * size * (kept * config.n_layer + layer) / 2**30
-    # Sparse: the partial outputs of a chunk of queries, at most msa.hopper.workspace_bytes of them.
-    slots = config.top_k // config.block_size if stage.attention == "sparse" else 0
-    partials = min(6.0, tokens * config.n_head * slots * config.head_dim * 2 / 2**30)
-    return tokens, activations, partials
+    dtype, compiles = compute_dtype(config, world)[0], compiles_rows(config, world)[0]
+    there = memory_there_is(config, world)
+    for i in range(len(config.stages)):
+        try:
+            choose_activations(config, world, i, there, dtype, compiles)
+        except ValueError as error:
+            world.say(f"stage {i}: {error}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -1626,35 +1884,27 @@ def out_of_memory(error: BaseException, config: Config, world: World, trainer: T
     trainer: None where it was still being made."""
     if config.vocab_size is None:
         return f"out of memory while reading the data: {error}"
-    stage = config.stages[0]
+    stage, plan = config.stages[0], None
     if trainer is not None:
-        stage = config.stages[trainer.schedule.stage_of(min(trainer.step, trainer.schedule.total - 1))]
-    tokens, activations, attention = predict_memory(config, world, stage)
-    with torch.device("meta"):
-        states = 16 * sum(p.numel() for p in Transformer(config).parameters()) / world.size / 2**30
+        index = trainer.schedule.stage_of(min(trainer.step, trainer.schedule.total - 1))
+        stage, plan = config.stages[index], trainer.plans[index]
     asked = str(error).split("DefaultCPUAllocator: ")[-1].partition("\n")[0].split(". GPU")[0].rstrip(".")
-    known = f"predicted were {states:.1f} GiB of weights, gradients and optimizer, {activations:.1f} GiB of "
-    known += f"activations and {attention:.1f} GiB for attention, for {tokens:,} tokens a forward"
+    if plan is None:
+        least = plan_memory(config, world, stage, ACTIVATIONS[-1], compute_dtype(config, world)[0], True)
+        known = f"; {least.states:.1f} GiB of weights, gradients and moments were predicted"
+    else:
+        known = f"; predicted were {plan}"
     if world.device.type == "cuda":
         free, total = (x / 2**30 for x in torch.cuda.mem_get_info(world.device))
         held = torch.cuda.memory_allocated(world.device) / 2**30
         known += f"; {held:.1f} GiB are in use, {free:.1f} of {total:.1f} GiB were free"
-    lower = []
-    if tokens > stage.seq_len:
-        lower.append(f"--micro_batch_tokens={max(stage.seq_len, tokens // 2)}")
-    if not config.activation_checkpoint:
-        lower.append("--activation_checkpoint=True")
-    elif not config.activation_offload:
-        lower.append("--activation_offload=True")
-    if config.mlp_chunk > 4096:
-        lower.append(f"--mlp_chunk={config.mlp_chunk // 2}")
-    lower.append("more ranks, or a shorter seq_len")
+    lower = needs_less(config, stage, plan.activations if plan else "offload")
     if trainer is None:  # there are no activations yet
         lower = ["more ranks or a smaller model"]
         if world.device.type == "cuda":
             lower.append("or on a GPU that nobody else uses")
     last = trainer.last_checkpoint() if trainer else f"what {config.out_dir} holds is as it was"
-    return f"out of memory in {world.doing}: {asked}; {known}. Less is needed with {', '.join(lower)}; {last}"
+    return f"out of memory in {world.doing}: {asked}{known}. Less is needed with {', '.join(lower)}; {last}"
 
 
 def data_commands_of(argv: list[str]) -> list[str]:
@@ -1676,7 +1926,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     config = load_config(argv)
     if config.curves:
-        tell(f"wrote {draw_curves(config.out_dir)}")
+        tell(f"wrote {draw_curves(config.out_dir)}\n{stage_table(config.out_dir)}")
         return 0
     world = join_world(config)
     try:

@@ -12,8 +12,9 @@
 # costs 3.8 there instead. Selection grows with the length, 4 heads x 128 over half of it: 0.1 GFLOP at 8K,
 # 1.6 at 128K, 13 at 1M. In all 7 GFLOP a token in warmup, then 5.2, 5.5, 6.7, 11.6 and 18: 67 EFLOP, which
 # would be 62 hours at 300 TFLOP/s, a third of an H200's peak, and 8 hours on eight. Not measured yet.
-# Memory: at 1M a rank keeps 2 GiB of inputs a layer, 48 GiB, divided by the ranks that a sequence is split
-# over. Where that is too much: --activation_offload.
+# Memory: what layers keep for backward is chosen by stage, the most that fits. Predicted for one GPU: 78 GiB
+# at 8K and 32K, where nothing is computed again; 57 at 128K, where what attention takes and gives is kept;
+# 60 at 512K and 107 at 1M, where layers keep their inputs, 2 GiB each, or 65 with those in host memory.
 #
 # Data: documents as long as there are, billions of tokens of them. Books alone (PG-19: 3B tokens, 100K each)
 # pass three times; better is code beside them, with the files of a repository as one document. To have both,
@@ -42,7 +43,7 @@ vocab_size = 50304  # gpt2's 50257, rounded up to 128
 top_k = 2048
 
 tokens_per_step = 2**20
-micro_batch_tokens = 2**17
+micro_batch_tokens = 2**16
 stages = [  # RoPE bases rise with the length, as in published long-context recipes; they were not tuned here
     Stage(tokens=2_000_000_000, seq_len=2**13, attention="warmup", rope_theta=500_000.0),
     Stage(tokens=4_000_000_000, seq_len=2**13, attention="sparse", rope_theta=500_000.0),
@@ -54,5 +55,3 @@ stages = [  # RoPE bases rise with the length, as in published long-context reci
 
 lr = 6e-4
 lr_warmup_tokens = 200 * tokens_per_step
-
-activation_checkpoint = True

@@ -48,7 +48,8 @@ class Config:
     compile: bool | None = None  # torch.compile each layer; None: on a GPU only
     init_from: str | None = None  # weights only: a Qwen3 folder or the out_dir of another run
     dry_run: bool = False  # print stages, parameters, tokens, memory and data commands, then stop
-    curves: bool = False  # draw curves.png from the metrics.jsonl of out_dir, then stop
+    curves: bool = False  # draw curves.png from the metrics.jsonl of out_dir, print its table, then stop
+    profile: bool = False  # profile a step of each stage: profile_N.txt and trace_N.json.gz in out_dir
     # data
     dataset: str = "pysrc"  # a name under data/ or a folder with train.bin and val.bin
     retrieval_sets: list[str] = field(default_factory=list)  # data sets whose val.bin tests retrieval
@@ -71,6 +72,7 @@ class Config:
     # schedule
     stages: list[Stage] = field(default_factory=list)  # the curriculum, in order
     stage_steps: int | None = None  # cap every stage at so many steps, to try a config out
+    attention: str | None = None  # of every stage, whatever it says itself: "dense" for a baseline
     tokens_per_step: int = 2**19  # tokens an optimizer step, the same in every stage and world size
     micro_batch_tokens: int | None = None  # tokens a forward and rank; None: one sequence or 16384 tokens
     # optimizer
@@ -89,9 +91,9 @@ class Config:
     proxy_grad_clip: float = 1.0  # gradient norm of the proxy; 0: off
     max_skipped_steps: int = 5  # so many non-finite steps in a row end the run
     # memory
-    activation_checkpoint: bool = False  # recompute each layer in backward; the selection is kept
-    activation_offload: bool = False  # with activation_checkpoint: layer inputs wait in host memory
-    mlp_chunk: int = 131_072  # tokens the MLP takes at a time
+    activations: str = "auto"  # kept for backward: all, attention, input or offload; "auto": the first to fit
+    memory_limit_gib: float | None = None  # GPU memory that a process may take; None: all that is free
+    row_chunk: int = 32_768  # tokens that a layer's token-wise parts (all but attention) take at a time
     loss_chunk: int = 8192  # tokens whose logits exist at a time
     # logging, evaluation, checkpoints (in steps; 0: never)
     log_interval: int = 10  # console, metrics.jsonl and wandb
@@ -152,7 +154,9 @@ def check(config: Config) -> None:
     for name in ("beta1", "beta2", "muon_momentum"):
         _need(0 <= getattr(c, name) < 1, c, name, "at least 0 and below 1")
     for name, allowed in _CHOICES.items():
-        _need(getattr(c, name) in allowed, c, name, f"one of {', '.join(allowed)}")
+        _need(getattr(c, name) in allowed, c, name, f"one of {', '.join(map(str, allowed))}")
+    if c.attention is not None:
+        c.stages = [dataclasses.replace(stage, attention=c.attention) for stage in c.stages]
     for name in ("out_dir", "dataset"):
         _need(getattr(c, name), c, name, "a name or a folder")
 
@@ -163,9 +167,6 @@ def check(config: Config) -> None:
         _need(getattr(c, name) % n == 0, c, name, f"a multiple of {divisor} ({n})", tip)
     _need(c.head_dim % 2 == 0, c, "head_dim", "even, since RoPE turns pairs", "128 is what the kernels take")
     _need(c.dense_layers <= c.n_layer, c, "dense_layers", f"at most n_layer ({c.n_layer})")
-    if c.activation_offload:
-        tip = "set activation_checkpoint too, or drop activation_offload"
-        _need(c.activation_checkpoint, c, "activation_offload", "False without activation_checkpoint", tip)
 
     if not c.curves:  # which needs nothing but out_dir
         tip = "name a config file, such as configs/quickstart.py"
@@ -232,7 +233,8 @@ def config_table() -> str:
 _POSITIVE = (
     *("n_layer", "d_model", "n_head", "n_kv_head", "n_proxy_head", "n_proxy_kv_head", "head_dim", "d_mlp"),
     *("vocab_size", "norm_eps", "rope_theta", "block_size", "top_k", "stage_steps", "tokens_per_step"),
-    *("micro_batch_tokens", "max_skipped_steps", "mlp_chunk", "loss_chunk", "eval_tokens", "kl_rows"),
+    *("micro_batch_tokens", "max_skipped_steps", "row_chunk", "loss_chunk", "eval_tokens", "kl_rows"),
+    "memory_limit_gib",
 )
 _NOT_NEGATIVE = (
     *("seed", "dense_layers", "lr", "proxy_lr", "lr_warmup_tokens", "weight_decay", "grad_clip"),
@@ -245,7 +247,10 @@ _LARGEST = {  # of others, and of the seed: what 64 bits hold
     **dict.fromkeys(("d_model", "n_head", "head_dim", "d_mlp"), _WIDEST),
     **dict.fromkeys(("vocab_size", "block_size", "top_k"), 2**31 - 1),
 }
+ACTIVATIONS = ("all", "attention", "input", "offload")  # from the most memory to the least
 _CHOICES = {
+    "activations": ("auto", *ACTIVATIONS),
+    "attention": (None, *ATTENTION),
     "device": ("auto", "cuda", "cpu"),
     "dtype": ("auto", "bfloat16", "float32"),
     "optimizer": ("adamw", "muon"),

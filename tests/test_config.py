@@ -265,7 +265,8 @@ RULES = [
     ("top_k", {"top_k": 64}),
     ("tokens_per_step", {"tokens_per_step": 1000}),
     ("dense_layers", {"dense_layers": 5}),
-    ("activation_offload", {"activation_offload": True}),
+    ("activations", {"activations": "some"}),
+    ("memory_limit_gib", {"memory_limit_gib": 0}),
     ("stages", {"stages": []}),
     ("stages", {"stages": None}),
     ("stages[0]", {"stages": ["dense"]}),
@@ -302,7 +303,19 @@ def test_what_the_rules_allow():
     check(Config(curves=True))
     check(valid(dense_layers=4, stages=[Stage(1024, "dense", steps=1)]))
     check(valid(stages=[Stage(1024, "warmup", steps=1, freeze_backbone=True, rope_theta=5)]))
-    check(valid(activation_offload=True, activation_checkpoint=True, top_k=128, grad_clip=0, log_interval=0))
+    check(valid(activations="offload", memory_limit_gib=80, top_k=128, grad_clip=0, log_interval=0))
+
+
+def test_attention_of_every_stage():
+    stages = [Stage(1024, "warmup", steps=1), Stage(2048, "sparse", steps=2, rope_theta=7.0)]
+    config = valid(stages=stages, attention="dense")
+    check(config)
+    assert config.stages == [Stage(1024, "dense", steps=1), Stage(2048, "dense", steps=2, rope_theta=7.0)]
+    with pytest.raises(ConfigError, match=r"attention is 'dens'; it must be one of None, dense, warmup"):
+        check(valid(attention="dens"))
+    frozen = [dataclasses.replace(stages[0], freeze_backbone=True)]
+    with pytest.raises(ConfigError, match=r"stages\[0\].*freeze_backbone"):
+        check(valid(stages=frozen, attention="dense"))
 
 
 def test_the_largest_that_the_rules_allow_has_sizes_that_64_bits_hold():

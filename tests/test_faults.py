@@ -113,7 +113,7 @@ def test_out_of_memory_says_where_and_what_needs_less(toy, tmp_path, capsys, mon
     assert train.command(arguments(toy, tmp_path / "run", *QUIET)) == 1
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("error: out of memory in ") and "Tried to allocate 20.00 GiB" in line
-    for part in ("GiB of weights", "GiB of activations", "for attention", "--activation_checkpoint=True"):
+    for part in ("predicted were", "of weights, gradients and moments", "--activations=attention"):
         assert part in line
     assert "total capacity" not in line
 

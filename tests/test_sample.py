@@ -61,14 +61,22 @@ def draw(batch, length, seed=0):
 def full_logits(model, tokens, attention, **kwargs):
     """Logits at every position by one forward without a cache (B, S, V)."""
     seen = []
-    handle = model.model["norm"].register_forward_hook(lambda module, args, out: seen.append(out))
+    handle = model.model["layers"][-1].register_forward_hook(lambda module, args, out: seen.append(out[0]))
     model(tokens, attention=attention, **kwargs)
     handle.remove()
-    return model.lm_head(seen[0])
+    return model.lm_head(model.model["norm"](seen[0]))
 
 
 def new_cache(model, batch, size):
     return m.KVCache(model.config, batch, size, torch.device("cpu"), torch.float32)
+
+
+def new_cache_of(tokens, model):
+    """One that holds some, with room for more."""
+    cache = new_cache(model, 2, tokens + 10)
+    with torch.no_grad():
+        model(draw(2, tokens), attention="dense", cache=cache)
+    return cache
 
 
 def close(got, want):
@@ -125,6 +133,29 @@ def test_prompts_of_different_lengths_in_one_batch(attention, lengths):
             close(logits[row], want[length - 1 + i])
 
 
+@BOTH
+@pytest.mark.parametrize("piece", [4, 8, 12, 1000])
+@pytest.mark.parametrize("lengths", [[25, 24, 3, 1], [9], [17], [5, 5]])
+@torch.no_grad()
+def test_prompts_in_pieces(attention, piece, lengths, monkeypatch):
+    """Of whole blocks of 4; a prompt may end in any of them."""
+    model, calls = build(), []
+    monkeypatch.setattr(sample, "PIECE", piece * len(lengths))
+    model.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape[1]))
+    tokens, n = draw(len(lengths), 40), torch.tensor(lengths)
+    cache = new_cache(model, len(lengths), 40)
+    shared = {"attention": attention, "cache": cache}
+    got = sample.prefill(model, tokens[:, : max(lengths)], n, **shared)
+    assert sum(calls) == max(lengths) and max(calls) <= piece + 1
+    assert cache.lengths.tolist() == lengths and cache.longest == max(lengths)
+    following = tokens[torch.arange(len(lengths)), n][:, None]
+    after = model(following, **shared).logits
+    for row, length in enumerate(lengths):
+        want = full_logits(model, tokens[row : row + 1], attention)[0]
+        close(got[row], want[length - 1])
+        close(after[row], want[length])
+
+
 @torch.no_grad()
 def test_a_dense_prompt_may_be_continued_sparsely():
     model, tokens = build(n_layer=1), draw(2, 40)  # in the first layer keys do not depend on attention
@@ -145,8 +176,8 @@ def test_errors_of_the_cache():
         starts = torch.zeros(2, 3, dtype=torch.int32)
         model(tokens[:, :10], attention="dense", cache=cache, doc_start_block=starts)
     model(tokens[:, :9], attention="dense", cache=cache, prompt_lengths=torch.tensor([4, 9]))
-    with pytest.raises(ValueError, match=r"^tokens: 2 a sequence need an empty cache, this one holds 9"):
-        model(tokens[:, :2], attention="dense", cache=cache)
+    with pytest.raises(ValueError, match=r"^tokens: a piece of 2 tokens begins with a block.* holds 9 a seq"):
+        model(tokens[:, :2], attention="dense", cache=new_cache_of(9, model))
     model(tokens[:, :1], attention="dense", cache=cache)
     with pytest.raises(ValueError, match="^tokens: the cache has room for 10 tokens"):
         model(tokens[:, :1], attention="dense", cache=cache)
