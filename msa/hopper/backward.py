@@ -649,6 +649,36 @@ class SumKeys:
         is_last: Int32,
     ):
         block, quarter, head = cute.arch.block_idx()
+        heads = self.proxy_heads // self.key_heads
+        work = is_first + is_last
+        for h in cutlass.range_constexpr(heads):
+            bucket = (head * heads + h) * n_blocks + block
+            work += bucket_items[bucket + 1] - bucket_items[bucket]
+        if work > 0:  # else total stays as it is: at 1M tokens most chunks see few of the key blocks
+            self.add_up(
+                parts, bucket_items, total, grad_kl, out0, out1, first_block, n_blocks, factor, is_first,
+                is_last, block, quarter, head,
+            )  # fmt: skip
+
+    @cute.jit
+    def add_up(
+        self,
+        parts: cute.Tensor,
+        bucket_items: cute.Tensor,
+        total: cute.Tensor,
+        grad_kl: cute.Tensor,
+        out0: cute.Tensor,
+        out1: cute.Tensor,
+        first_block: Int32,
+        n_blocks: Int32,
+        factor: Float32,
+        is_first: Int32,
+        is_last: Int32,
+        block: Int32,
+        quarter: Int32,
+        head: Int32,
+    ):
+        """A quarter of an output of one key block and key head."""
         output, quarter = quarter // 4, quarter % 4
         thread = cute.arch.thread_idx()[0]
         offset = output * PART + (thread // 128) * (PART // 2) + quarter * 2048 + (thread % 128) * 4
