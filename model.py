@@ -19,18 +19,19 @@ import pickle
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 import msa
-from configs import Config, Stage, from_dict
+from configs import ACTIVATIONS, Config, Stage, from_dict
 from msa.metrics import attention_recall
 
 IGNORE = -100  # the label of a position without one
@@ -73,8 +74,12 @@ def rope_table(position: Tensor, head_dim: int, theta: float) -> tuple[Tensor, T
     """
     rate = torch.arange(0, head_dim, 2, dtype=torch.float64, device=position.device) / head_dim
     rate = theta**-rate
-    parts = [p.double()[..., None, None] * rate for p in position.split(ROPE_ROWS, dim=1)]
-    return torch.cat([p.cos().float() for p in parts], 1), torch.cat([p.sin().float() for p in parts], 1)
+    cos, sin = (torch.empty(*position.shape, 1, head_dim // 2, device=position.device) for _ in range(2))
+    for begin in range(0, position.shape[1], ROPE_ROWS):
+        part = slice(begin, begin + ROPE_ROWS)
+        angle = position[:, part].double()[..., None, None] * rate
+        cos[:, part], sin[:, part] = angle.cos(), angle.sin()
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -131,16 +136,16 @@ def by_rows(
     weights: Sequence[Tensor],
     *,
     recompute: bool = False,
-    skip: bool = False,
+    undefined: bool = False,
 ) -> tuple[Tensor, ...]:
     """function(*rows), whose outputs have rows as its inputs do, for `chunk` rows at a time.
 
     What is alive in between, and the shapes that torch.compile sees, then don't depend on the length.
     recompute: backward keeps `rows` alone and computes each chunk again; weights: the parameters that
-    `function` may use. skip: of an output shaped like rows[0] no values are wanted, and they are undefined.
+    `function` may use. undefined: nobody reads the output, shaped like rows[0], so it is not computed.
     """
     if recompute and torch.is_grad_enabled():
-        return _ByRows.apply(function, chunk, skip, len(rows), *rows, *weights)
+        return _ByRows.apply(function, chunk, undefined, len(rows), *rows, *weights)
     return _in_chunks(function, chunk, rows)
 
 
@@ -162,18 +167,21 @@ def _in_chunks(function: Callable, chunk: int, rows: Sequence[Tensor]) -> tuple[
 
 class _ByRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, function, chunk, skip, n_rows, *tensors):
+    def forward(ctx, function, chunk, undefined, n_rows, *tensors):
         rows = tensors[:n_rows]
         ctx.save_for_backward(*rows)
         ctx.function, ctx.chunk, ctx.weights = function, chunk, tensors[n_rows:]
         ctx.set_materialize_grads(False)
-        return (torch.empty_like(rows[0]),) if skip else _in_chunks(function, chunk, rows)
+        return (torch.empty_like(rows[0]),) if undefined else _in_chunks(function, chunk, rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         rows, weights, chunk = ctx.saved_tensors, ctx.weights, ctx.chunk
         needs = ctx.needs_input_grad[4:]
         sums: list[Tensor | None] = [None] * len(needs)
+        if all(g is None for g in grads):
+            return None, None, None, None, *sums
         # The last chunk first, as autograd itself would add them up.
         for begin in reversed(range(0, rows[0].shape[0], chunk)):
             part = slice(begin, begin + chunk)
@@ -220,6 +228,7 @@ class HostCopies:
         self.packed: list[_HostCopy] = []
 
     def take(self, x: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
+        self.let_go(but=1)
         pointer, shape = x.data_ptr(), x.shape  # autograd keeps pack, which must not keep x
 
         def pack(saved: Tensor) -> Tensor | _HostCopy:
@@ -239,40 +248,56 @@ class HostCopies:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    def let_go(self, but: int = 0) -> None:
+        """Of the inputs that are copied, but for the last: the computation may take their memory."""
+        for copy in self.packed[: len(self.packed) - but]:
+            copy.let_go()
+
+    def turn(self) -> None:
+        """Forward is over: what backward will ask for first comes back while the loss is computed."""
+        self.let_go()
+        if self.packed:
+            self.packed[-1].fetch()
+
 
 class _HostCopy:
     def __init__(self, x: Tensor, stream: torch.cuda.Stream | None, place: int) -> None:
         self.device, self.stream, self.place = x.device, stream, place
         self.back: Tensor | None = None
         self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=stream is not None)
-        with self.beside():
-            self.host.copy_(x, non_blocking=True)
-        if stream is not None:
-            x.record_stream(stream)  # its memory must not be taken before it is copied
+        self.done = self.copy(self.host, x)
+        self.leaving: Tensor | None = x  # its memory must not be taken before it is copied
 
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def copy(self, to: Tensor, x: Tensor) -> torch.cuda.Event | None:
         """On the stream of the copies, behind what the computation has asked for so far."""
         if self.stream is None:
-            yield
-            return
+            to.copy_(x)
+            return None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            yield
+            to.copy_(x, non_blocking=True)
+        return self.stream.record_event()
+
+    def wait(self) -> None:
+        """The computation waits for the copy, the host does not."""
+        if self.done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.done)
+
+    def let_go(self) -> None:
+        if self.leaving is not None:
+            self.wait()
+            self.leaving = None
 
     def fetch(self) -> None:
         """Starts the copy back, unless it is under way."""
         if self.back is None:
             # Of the computation's own memory: it is used and freed there.
             self.back = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.device)
-            with self.beside():
-                self.back.copy_(self.host, non_blocking=True)
-                self.done = self.stream.record_event() if self.stream is not None else None
+            self.done = self.copy(self.back, self.host)
 
     def get(self) -> Tensor:
         """What `fetch` brought, once."""
-        if self.done is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.done)
+        self.wait()
         back, self.back = self.back, None
         return back
 
@@ -433,9 +458,9 @@ class Layer(nn.Module):
         block_indices: Tensor | None,
         context: Context,
         kl_probe: Tensor | None,
-        again: bool = False,
+        for_backward: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """again: backward runs this once more and wants what is kept, not the output."""
+        """for_backward: this runs once more for what backward needs, and nobody reads the output."""
         attention, recompute = self.self_attn, context.activations != "all"
         rows = x.flatten(0, 1)
         weights = list(self.parameters()) if recompute else ()
@@ -448,7 +473,8 @@ class Layer(nn.Module):
         q, k, v, q_proxy, k_proxy = heads if with_proxy else (*heads, None, None)
         out, kl = attention(q, k, v, q_proxy, k_proxy, context, kl_probe, block_indices)
         tensors = (rows, out.flatten(2).flatten(0, 1))
-        (y,) = by_rows(self.finish, self.chunk, tensors, weights, recompute=recompute, skip=again)
+        options = {"recompute": recompute, "undefined": for_backward}
+        (y,) = by_rows(self.finish, self.chunk, tensors, weights, **options)
         return y.view_as(x), kl
 
     def forward(self, x: Tensor, context: Context, kl_probe: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -472,7 +498,7 @@ class Layer(nn.Module):
         calls = itertools.count()
 
         def run(x: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-            return self.body(x, indices, context, kl_probe, again=next(calls) > 0)
+            return self.body(x, indices, context, kl_probe, for_backward=next(calls) > 0)
 
         return checkpoint(run, x, indices, use_reentrant=False, preserve_rng_state=False)
 
@@ -552,6 +578,8 @@ class Transformer(nn.Module):
             whole blocks. Logits are those of a prompt's last token in the piece that holds it.
         report: a list that receives, from each layer with a proxy, its KL and recalls on report_rows (R,).
         """
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations: {activations!r} is none of {', '.join(ACTIVATIONS)}")
         batch, length = tokens.shape
         block_size, device = self.config.block_size, tokens.device
         position = torch.arange(length, device=device)[None]  # (1, S)
@@ -587,10 +615,12 @@ class Transformer(nn.Module):
         copies = HostCopies(device) if activations == "offload" and torch.is_grad_enabled() else None
         for i, layer in enumerate(self.model["layers"]):
             # The last one's input is the first that backward asks for.
-            leaves = copies is not None and i + 1 < self.config.n_layer
-            with copies.take(x) if leaves else contextlib.nullcontext():
+            moves = copies is not None and i + 1 < self.config.n_layer
+            with copies.take(x) if moves else contextlib.nullcontext():
                 x, layer_kl = layer(x, context, None if kl_probe is None else kl_probe[i])
             kl = kl + layer_kl
+        if copies is not None:
+            copies.turn()
 
         if labels is not None:
             head = self.compare

@@ -74,6 +74,7 @@ PEAK_TFLOPS = {  # dense bf16, of the data sheets; a GPU that is not here has no
 }
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 KINDS = ("skipped", "train", "val", "proxy")  # of records, in the order in which a step writes them
+CGROUP = Path("/sys/fs/cgroup")  # what limits a container
 KEPT_CHECKPOINTS = 3  # checkpoint.pt and those before it
 RANK_TIMEOUT = 600  # seconds that the ranks wait for one of them: more than a step, a save, a compilation
 SILENCE = 20  # seconds without a beat after which a rank is gone; torchrun kills the others after 30
@@ -210,6 +211,8 @@ class Watch:
             self.store.set("failed", "")
         if message:
             tell(f"error: {message}", error=True)
+        if self.rank == 0:
+            time.sleep(2)  # with the store ends what the others learn from that somebody has said why
         os._exit(1)
 
 
@@ -409,19 +412,25 @@ def visible_pairs(batch: Batch, config: Config) -> tuple[int, int]:
 def step_flops(model: Transformer, batch: Batch, stage: Stage) -> float:
     """FLOPs of a rank's forward and backward that the mathematics asks for; recomputing is not counted.
 
-    Matrices: 6 a weight and token. A main pair: 4 D forward, 2.5 times that backward. A proxy pair: 2 D for
-    the scores that select, 2 D for those that are normalised and 6 D backward.
+    Matrices: 2 a weight and token forward and 4 backward, 2 of the proxy, whose input has no gradient. A main
+    pair: 4 D forward, 2.5 times that backward. A proxy pair: 2 D for the scores that select, 2 D for those
+    that are normalised and 6 D backward. A frozen backbone goes forward only.
     """
     c = model.config
-    weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in n)
+    proxy_weights = weights = 0
+    for name, p in model.named_parameters():
+        if p.dim() == 2 and is_proxy(name):
+            proxy_weights += p.numel()
+        elif p.dim() == 2 and "embed_tokens" not in name:
+            weights += p.numel()
     weights += c.vocab_size * c.d_model if c.tie_embeddings else 0
-    if stage.attention == "dense":
-        weights -= sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and is_proxy(n))
     dense_pairs, sparse_pairs = visible_pairs(batch, c)
     with_proxy = c.n_layer - c.dense_layers if stage.attention != "dense" else 0
     main_pairs = dense_pairs if stage.attention == "warmup" else sparse_pairs
-    total = 6.0 * weights * batch.tokens.numel()
-    total += 14.0 * c.head_dim * c.n_head * (dense_pairs * (c.n_layer - with_proxy) + main_pairs * with_proxy)
+    a_weight, a_pair = (2.0, 4.0) if stage.freeze_backbone else (6.0, 14.0)
+    total = (a_weight * weights + (4.0 * proxy_weights if with_proxy else 0.0)) * batch.tokens.numel()
+    pairs = dense_pairs * (c.n_layer - with_proxy) + main_pairs * with_proxy
+    total += a_pair * c.head_dim * c.n_head * pairs
     scored = dense_pairs if stage.attention == "sparse" else 0
     return total + c.head_dim * c.n_proxy_head * with_proxy * (2.0 * scored + 8.0 * main_pairs)
 
@@ -457,7 +466,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Of one step in `stage`, where layers keep `activations`; counted from the tensors that there are."""
     c, size = config, dtype.itemsize
-    tokens = forward_tokens(c, stage)
+    tokens = forward_tokens(c, stage, world.size)
     with torch.device("meta"):
         model = Transformer(c)
     params, layer_params = (sum(p.numel() for p in m.parameters()) for m in (model, model.model["layers"]))
@@ -498,32 +507,54 @@ def plan_memory(
     rows = min(tokens, c.row_chunk)
     in_hand = rows * (2 * x + raw + 6 * mlp) if activations != "all" else 3 * rows * mlp
     loss = tokens * 2 * x + min(tokens, c.loss_chunk) * c.vocab_size * (4 * 3 + 2 * size)
-    offloads = activations == "offload"
-    if offloads:  # the last layer's input stays, and two are on their way
-        layer += 3 * tokens * x
+    host = 0
+    if activations == "offload":
+        layer += 3 * tokens * x  # the last layer's input stays, and two are on their way
+        # Pinned memory comes in powers of two; a checkpoint brings weights and moments to the host.
+        host = 2 ** math.ceil(math.log2(tokens * x)) * (c.n_layer - 1) + 12 * params
     rope = tokens * 4 * c.head_dim
+    states = 16 * params / world.size
+    if world.size > 1:
+        # FSDP: the root's weights whole, and two layers', with their gradients; where a step has several
+        # micro-batches, the sum of all gradients too, in fp32, until the last one scatters it.
+        states += 2 * size * (params - layer_params + 2 * layer_params / c.n_layer)
+        states += 4 * params if c.tokens_per_step // world.size > tokens else 0
     return MemoryPlan(
         activations,
         tokens,
-        states=16 * params / world.size / 2**30,
+        states=states / 2**30,
         kept=of_layers / 2**30,
         work=(rope + max(layer + in_hand, loss)) / 2**30,
-        host=tokens * x * (c.n_layer - 1) / 2**30 if offloads else 0.0,
+        host=host / 2**30,
     )
 
 
-def forward_tokens(config: Config, stage: Stage) -> int:
-    """Tokens of a forward and rank: as many sequences as micro_batch_tokens holds, at least one."""
-    return max(1, (config.micro_batch_tokens or 16384) // stage.seq_len) * stage.seq_len
+def forward_tokens(config: Config, stage: Stage, ranks: int) -> int:
+    """Tokens of a forward: as many of a rank's sequences as micro_batch_tokens holds, at least one."""
+    most = min(config.micro_batch_tokens or 16384, config.tokens_per_step // ranks)
+    return max(1, most // stage.seq_len) * stage.seq_len
+
+
+def host_memory_left() -> int:
+    """Bytes that this process may still take: what the system has, or what its container may."""
+    left = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, StopIteration):  # this counts the page cache too
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        left = [int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024]
+    for most, taken in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # no such cgroup, or "max"
+            limit, used = (int((CGROUP / name).read_text()) for name in (most, taken))
+            left.append(max(0, limit - used))
+    return min(left)
 
 
 def memory_there_is(config: Config, world: World) -> tuple[float, float]:
-    """GiB that the step may take: of the device (of several ranks the smallest), and of the host, pinned."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, StopIteration):  # counts the page cache too, where the system tells
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
-    device = host = available / 2**30
+    """GiB that a step may take: of the device (of several ranks the smallest), and of the host, pinned."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = host = host_memory_left() / local / 2**30
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         device = (free + torch.cuda.memory_reserved(world.device)) / 2**30
@@ -533,8 +564,7 @@ def memory_there_is(config: Config, world: World) -> tuple[float, float]:
             )
     if config.memory_limit_gib is not None:
         device = min(device, config.memory_limit_gib)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    least = torch.tensor([device, host / local], device=world.device)
+    least = torch.tensor([device, host], device=world.device)
     if world.size > 1:
         dist.all_reduce(least, dist.ReduceOp.MIN)
     return tuple(least.tolist())
@@ -558,8 +588,8 @@ def choose_activations(
         raise ValueError(
             f"stages[{index}] ({stage.attention}, {stage.seq_len:,} tokens a sequence) does not fit: with "
             f"activations {options[-1]!r} it is predicted to take {plans[-1]}; there are {device:.1f} GiB, "
-            f"5% of them for gaps{pinned}. "
-            f"Less is needed with {', '.join(needs_less(config, stage, options[-1]))}"
+            f"5% of them for gaps{pinned}. Less is needed with "
+            f"{needs_less(config, world, stage, plans[-1], dtype, compiles)}"
         )
     best = fitting[0]
     why = "as the config says"
@@ -572,16 +602,25 @@ def choose_activations(
     return best
 
 
-def needs_less(config: Config, stage: Stage, activations: str) -> list[str]:
-    """Settings with which a step takes less memory, the ones that cost least first."""
-    tokens, advice = forward_tokens(config, stage), []
-    if tokens > stage.seq_len:
-        advice.append(f"--micro_batch_tokens={max(stage.seq_len, tokens // 2)}")
-    if activations != ACTIVATIONS[-1]:
-        advice.append(f"--activations={ACTIVATIONS[ACTIVATIONS.index(activations) + 1]}")
-    if config.row_chunk > 4096:
-        advice.append(f"--row_chunk={config.row_chunk // 2}")
-    return [*advice, "more ranks, or a shorter seq_len"]
+def needs_less(
+    config: Config, world: World, stage: Stage, plan: MemoryPlan, dtype: torch.dtype, compiles: bool
+) -> str:
+    """The settings with which `plan` would take less, and how much then."""
+    c, options = config, []
+    if plan.tokens > stage.seq_len:
+        options.append(("micro_batch_tokens", max(stage.seq_len, plan.tokens // 2)))
+    later = ACTIVATIONS[ACTIVATIONS.index(plan.activations) + 1 :]
+    options += [("activations", kept) for kept in later if kept != "offload" or world.device.type == "cuda"]
+    options += [("row_chunk", min(plan.tokens, c.row_chunk) // 2), ("loss_chunk", c.loss_chunk // 4)]
+    found = []
+    for name, value in options:
+        if value and (name != "row_chunk" or value >= 1024):
+            changed = dataclasses.replace(c, **{name: value})
+            kept = value if name == "activations" else plan.activations
+            less = plan_memory(changed, world, stage, kept, dtype, compiles)
+            if less.total < 0.98 * plan.total:
+                found.append(f"--{name}={value} ({less.total:.1f} GiB)")
+    return ", ".join([*found, "more ranks, or a shorter seq_len"])
 
 
 # ---- optimizers -------------------------------------------------------------------------------------
@@ -1075,9 +1114,11 @@ def stage_table(out_dir: str | Path) -> str:
         lines.append(
             f"{stage:5} {last['attention']:>9} {last['seq_len']:9,} {last['step'] - first_step:6,} "
             f"{shown(speed and tokens / speed, '.2f', 7)} {shown(speed, ',.0f', 9)} "
-            f"{shown(float(np.median(mfus)) if mfus else None, '.1%', 6)} {last['activations']:>9} "
-            f"{max(r['peak_memory_gib'] for r in own):6.1f} {last['predicted_memory_gib']:9.1f} "
-            f"{last['host_memory_gib']:8.1f} {shown(last['loss'], '.4f', 7)} {shown(last['kl'], '.4f', 7)}"
+            f"{shown(float(np.median(mfus)) if mfus else None, '.1%', 6)} {last.get('activations', '-'):>9} "
+            f"{max(r['peak_memory_gib'] for r in own):6.1f} "
+            f"{shown(last.get('predicted_memory_gib'), '.1f', 9)} "
+            f"{shown(last.get('host_memory_gib'), '.1f', 8)} "
+            f"{shown(last['loss'], '.4f', 7)} {shown(last['kl'], '.4f', 7)}"
         )
     return "\n".join(lines)
 
@@ -1235,12 +1276,15 @@ class Trainer:
 
     def micro_batch(self, stage: Stage) -> int:
         """Sequences a forward and rank."""
-        return forward_tokens(self.config, stage) // stage.seq_len
+        return forward_tokens(self.config, stage, self.world.size) // stage.seq_len
 
-    def row_shapes(self, stage: Stage) -> set[int]:
-        """Rows of the chunks that token-wise work is cut into."""
-        tokens, chunk = forward_tokens(self.config, stage), self.config.row_chunk
-        return {min(tokens, chunk), tokens % chunk}
+    def few_tokens(self, stage: Stage) -> set[int]:
+        """Of a forward, of less tokens, that is cut into chunks of the same shapes as those of the stage."""
+        c = self.config
+        share, whole = c.tokens_per_step // self.world.size, math.lcm(c.row_chunk, c.loss_chunk)
+        tokens = forward_tokens(c, stage, self.world.size)
+        both = {tokens, share % tokens} - {0}  # the last micro-batch of a step may be smaller
+        return {n if n <= whole else whole + n % whole for n in both}
 
     def forward(self, batch: Batch, rows: slice, stage: Stage, **kwargs):
         device = self.world.device
@@ -1252,6 +1296,55 @@ class Trainer:
             rope_theta=stage.rope_theta,
             doc_start_block=docs,
             **kwargs,
+        )
+
+    def compiled(self) -> int:
+        """Graphs and kernels that this process has compiled so far, or read from the disk."""
+        kernels = sys.modules.get("msa.hopper.jit")
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.compiles else 0
+        return graphs + (kernels.load.cache_info().misses if kernels is not None else 0)
+
+    def warm_up(self) -> None:
+        """Compiles all that the stages to come will run: a forward and backward of a chunk for each of their
+        kinds, so that no step waits for it, and a fault shows now rather than after days."""
+        c, world = self.config, self.world
+        if not (self.compiles or world.device.type == "cuda"):
+            return
+        first = self.schedule.stage_of(self.step)
+        kinds = {}
+        for stage, plan in list(zip(c.stages, self.plans, strict=True))[first:]:
+            for n in self.few_tokens(stage):
+                kinds[stage.attention, stage.document_mask, plan.activations, n] = stage
+        # A kind of a part is a recompilation to dynamo, which gives up after some that nobody asked for.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(kinds))
+        world.at("the compilation")
+        begin = time.perf_counter()
+        # Schedulers send SIGTERM to every process, a terminal that closes SIGHUP: compile workers, which this
+        # may start, would die of it, and we wait for them. They inherit what is blocked; the handler here
+        # comes later.
+        with blocked(signal.SIGTERM, signal.SIGHUP):
+            for (attention, masked, activations, n), stage in kinds.items():
+                tokens = torch.zeros(1, n, dtype=torch.long, device=world.device)
+                blocks = -(-n // c.block_size)
+                docs = torch.zeros(1, blocks, dtype=torch.int32, device=world.device) if masked else None
+                out = self.model(
+                    tokens,
+                    tokens,
+                    attention=attention,
+                    activations=activations,
+                    rope_theta=stage.rope_theta,
+                    doc_start_block=docs,
+                    kl_probe=self.kl_probe,
+                )
+                (out.nll.sum() + out.kl).backward()
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad(set_to_none=True)
+                self.kl_probe.grad = None
+                del out
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        world.say(
+            f"{self.compiled()} graphs and kernels compiled or loaded in {time.perf_counter() - begin:.0f} s"
         )
 
     def train_step(self, stage: Stage, will_log: bool) -> dict:
@@ -1641,7 +1734,9 @@ class Trainer:
 
     def train(self) -> None:
         c, world, schedule = self.config, self.world, self.schedule
-        stage_index, compiled_shapes, profiled = -1, None, None
+        stage_index, profiled = -1, None
+        if self.step < schedule.total:
+            self.warm_up()
         if self.step:
             self.run_evaluations(schedule.stage_of(self.step - 1))
         mark_time, mark_step = time.perf_counter(), self.step
@@ -1652,12 +1747,9 @@ class Trainer:
                 stage = c.stages[stage_index]
                 world.say(f"stage {stage_index}: {stage}, to step {schedule.ends[stage_index]}")
                 self.activations = self.plans[stage_index].activations
-                shapes = self.row_shapes(stage)
-                if self.compiles and shapes != compiled_shapes:
-                    torch._dynamo.reset()  # its limit of recompilations is for those that nobody asked for
-                compiled_shapes = shapes
                 if world.device.type == "cuda":
                     torch.cuda.empty_cache()  # of blocks that fitted the stage before
+                    torch._C._host_emptyCache()  # or pinned blocks of each size would stay
                     torch.cuda.reset_peak_memory_stats()
                 mark_time, mark_step = time.perf_counter(), self.step
             will_log = c.log_interval > 0 and (
@@ -1666,15 +1758,11 @@ class Trainer:
                 or (c.layer_interval > 0 and (self.step + 1) % c.layer_interval == 0)
                 or self.step + 1 in schedule.ends
             )
-            # Schedulers send SIGTERM to every process, a terminal that closes SIGHUP: compile workers, which
-            # this step may start, would die of it, and the step wait for them. They inherit what is blocked;
-            # the handler here comes later.
-            waits = (signal.SIGTERM, signal.SIGHUP) if first and self.compiles else ()
             # Not the first step of a stage, if there is another: it loads and compiles.
             end = schedule.ends[stage_index]
             profiles = c.profile and (profiled != stage_index) and (not first or self.step + 1 == end)
             profiled = stage_index if profiles else profiled
-            with blocked(*waits), self.profiler(stage_index) if profiles else contextlib.nullcontext():
+            with self.profiler(stage_index) if profiles else contextlib.nullcontext():
                 record = self.train_step(stage, will_log)
             self.step += 1
             if self.skipped_in_a_row >= c.max_skipped_steps:
@@ -1688,8 +1776,8 @@ class Trainer:
             layer_kl, flops = record.pop("layer_kl"), record.pop("flops")
             if will_log:
                 seconds = (time.perf_counter() - mark_time) / (self.step - mark_step)
-                if profiles or (first and self.compiles):
-                    seconds = None  # most of it went into compiling, or into recording
+                if profiles:
+                    seconds = None  # much of it went into recording
                 self.report_step(record, stage, stage_index, seconds, flops, layer_kl)
             if will_log or first or profiles:
                 mark_time, mark_step = time.perf_counter(), self.step
@@ -1722,11 +1810,12 @@ class Trainer:
         layer_kl: list[float] | None,
     ) -> None:
         c, world = self.config, self.world
-        peak = memory = None
+        peak = memory = reserved = None
         if world.device.type == "cuda":
             name = torch.cuda.get_device_name()
             peak = next((t for gpu, t in PEAK_TFLOPS.items() if gpu in name), None)
             memory = torch.cuda.max_memory_allocated() / 2**30
+            reserved = torch.cuda.max_memory_reserved() / 2**30
         host_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         memory = host_memory if memory is None else memory
         record = {
@@ -1740,9 +1829,11 @@ class Trainer:
             "tokens_per_second": c.tokens_per_step / seconds if seconds else None,
             "mfu": flops / seconds / (peak * 1e12) if peak and seconds else None,
             "peak_memory_gib": memory,
+            "reserved_memory_gib": reserved,
             "predicted_memory_gib": self.plans[stage_index].total,
             "host_memory_gib": host_memory,
             "activations": self.activations,
+            "compiled": self.compiled(),
             "eta_seconds": (self.schedule.total - self.step) * seconds if seconds else None,
         }
         if layer_kl is not None and self.due(c.layer_interval):
@@ -1763,7 +1854,7 @@ class Trainer:
         if record["mfu"] is not None:
             parts.append(f"mfu {record['mfu']:.1%}")
         parts.append(f"{memory:.1f} GiB")
-        parts.append(f"eta {clock(record['eta_seconds'])}" if seconds else "compiled")
+        parts.append(f"eta {clock(record['eta_seconds'])}" if seconds else "profiled")
         world.say(" | ".join(parts))
 
 
@@ -1889,22 +1980,22 @@ def out_of_memory(error: BaseException, config: Config, world: World, trainer: T
         index = trainer.schedule.stage_of(min(trainer.step, trainer.schedule.total - 1))
         stage, plan = config.stages[index], trainer.plans[index]
     asked = str(error).split("DefaultCPUAllocator: ")[-1].partition("\n")[0].split(". GPU")[0].rstrip(".")
-    if plan is None:
-        least = plan_memory(config, world, stage, ACTIVATIONS[-1], compute_dtype(config, world)[0], True)
+    dtype, compiles = compute_dtype(config, world)[0], compiles_rows(config, world)[0]
+    if plan is None:  # there are no activations yet
+        least = plan_memory(config, world, stage, ACTIVATIONS[-1], dtype, compiles)
         known = f"; {least.states:.1f} GiB of weights, gradients and moments were predicted"
+        lower = "more ranks or a smaller model"
+        if world.device.type == "cuda":
+            lower += ", or on a GPU that nobody else uses"
     else:
         known = f"; predicted were {plan}"
+        lower = needs_less(config, world, stage, plan, dtype, compiles)
     if world.device.type == "cuda":
         free, total = (x / 2**30 for x in torch.cuda.mem_get_info(world.device))
         held = torch.cuda.memory_allocated(world.device) / 2**30
         known += f"; {held:.1f} GiB are in use, {free:.1f} of {total:.1f} GiB were free"
-    lower = needs_less(config, stage, plan.activations if plan else "offload")
-    if trainer is None:  # there are no activations yet
-        lower = ["more ranks or a smaller model"]
-        if world.device.type == "cuda":
-            lower.append("or on a GPU that nobody else uses")
     last = trainer.last_checkpoint() if trainer else f"what {config.out_dir} holds is as it was"
-    return f"out of memory in {world.doing}: {asked}{known}. Less is needed with {', '.join(lower)}; {last}"
+    return f"out of memory in {world.doing}: {asked}{known}. Less is needed with {lower}; {last}"
 
 
 def data_commands_of(argv: list[str]) -> list[str]:

@@ -45,7 +45,7 @@ class Config:
     seed: int = 1337  # seeds weights and data order
     device: str = "auto"  # "auto" (cuda where there is one), "cuda" or "cpu"
     dtype: str = "auto"  # compute dtype: "auto" (bfloat16 on GPUs that have it), "bfloat16", "float32"
-    compile: bool | None = None  # torch.compile each layer; None: on a GPU only
+    compile: bool | None = None  # torch.compile all that is token-wise; None: on a GPU only
     init_from: str | None = None  # weights only: a Qwen3 folder or the out_dir of another run
     dry_run: bool = False  # print stages, parameters, tokens, memory and data commands, then stop
     curves: bool = False  # draw curves.png from the metrics.jsonl of out_dir, print its table, then stop
@@ -156,7 +156,12 @@ def check(config: Config) -> None:
     for name, allowed in _CHOICES.items():
         _need(getattr(c, name) in allowed, c, name, f"one of {', '.join(map(str, allowed))}")
     if c.attention is not None:
-        c.stages = [dataclasses.replace(stage, attention=c.attention) for stage in c.stages]
+        c.stages = [
+            dataclasses.replace(
+                s, attention=c.attention, freeze_backbone=s.freeze_backbone and c.attention == "warmup"
+            )
+            for s in c.stages
+        ]
     for name in ("out_dir", "dataset"):
         _need(getattr(c, name), c, name, "a name or a folder")
 
@@ -188,6 +193,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def from_dict(saved: dict[str, Any]) -> Config:
     """The Config that `to_dict` saved; fields that are missing there keep their defaults."""
+    saved = {name: value for name, value in saved.items() if name not in _REMOVED}
     config = Config(**_known(Config, saved, "saved config"))
     stages = []
     for i, stage in enumerate(config.stages):
@@ -256,6 +262,7 @@ _CHOICES = {
     "optimizer": ("adamw", "muon"),
     "schedule": ("wsd", "cosine"),
 }
+_REMOVED = {"activation_checkpoint", "activation_offload", "mlp_chunk"}  # of older runs
 _ALIASES = {"learning_rate": "lr", "wandb_run_name": "wandb_name"}  # as nanoGPT calls them
 # What a mistake in a config file raises when it is run; SystemExit and the like are the file's own will.
 _MISTAKES = (SyntaxError, NameError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)

@@ -22,7 +22,7 @@ vocab_size = 50304
 top_k = 2048
 
 tokens_per_step = 2**20
-stages = [Stage(steps=3, seq_len=2**20, attention="sparse", document_mask=False, rope_theta=1e8)]
+stages = [Stage(steps=3, seq_len=2**20, attention="sparse", document_mask=False, rope_theta=3e8)]
 
 log_interval = 1
 eval_interval = 0

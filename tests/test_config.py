@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import configs
-from configs import Config, ConfigError, Stage, check, load_config
+from configs import Config, ConfigError, Stage, check, from_dict, load_config, to_dict
 from model import Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -313,9 +313,19 @@ def test_attention_of_every_stage():
     assert config.stages == [Stage(1024, "dense", steps=1), Stage(2048, "dense", steps=2, rope_theta=7.0)]
     with pytest.raises(ConfigError, match=r"attention is 'dens'; it must be one of None, dense, warmup"):
         check(valid(attention="dens"))
-    frozen = [dataclasses.replace(stages[0], freeze_backbone=True)]
-    with pytest.raises(ConfigError, match=r"stages\[0\].*freeze_backbone"):
-        check(valid(stages=frozen, attention="dense"))
+    frozen = dataclasses.replace(stages[0], freeze_backbone=True)
+    for attention in ("dense", "warmup"):
+        check(config := valid(stages=[frozen], attention=attention))
+        assert config.stages[0].freeze_backbone == (attention == "warmup")
+
+
+def test_a_config_of_an_older_run():
+    old = to_dict(valid()) | {
+        "activation_checkpoint": True,
+        "activation_offload": False,
+        "mlp_chunk": 131_072,
+    }
+    assert from_dict(old) == from_dict(to_dict(valid()))
 
 
 def test_the_largest_that_the_rules_allow_has_sizes_that_64_bits_hold():

@@ -81,13 +81,12 @@ def test_compile_workers_outlive_a_signal(toy, tmp_path, monkeypatch, number):  
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     children = []
 
-    def start(trainer, *_):
+    def start(*_, **__):
         if not children:
             children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
 
-    wrapped(monkeypatch, train.Trainer, "train_step", start)
+    wrapped(monkeypatch, train.Transformer, "forward", start)
     monkeypatch.setattr(torch, "compile", lambda module=None, **_: module)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
     run(toy, tmp_path / "run", *QUIET, "--compile=True")
     (child,) = children
     try:

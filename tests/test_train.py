@@ -37,7 +37,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DRAW_CURVES = train.draw_curves
 EOS = 256
 TIMING = ("tokens_per_second", "mfu", "peak_memory_gib", "predicted_memory_gib", "host_memory_gib")
-TIMING += ("eta_seconds",)  # and memory, which differs with the number of ranks
+TIMING += (
+    "reserved_memory_gib",
+    "compiled",
+    "eta_seconds",
+)  # and memory, which differs with the number of ranks
 
 CONFIG = """
 # A toy.
@@ -391,6 +395,15 @@ def test_run_leaves_its_files(finished, toy):
 
 def is_png(path):
     return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_curves_of_an_older_run(finished, tmp_path, capsys):
+    old = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    new = ("activations", "predicted_memory_gib", "host_memory_gib", "reserved_memory_gib", "compiled")
+    lines = [json.dumps({k: v for k, v in r.items() if k not in new}) + "\n" for r in old]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert train.main(["--curves=True", f"--out_dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[7:9:1][0] == "-"
 
 
 def test_curves(finished, tmp_path, monkeypatch, capsys):
@@ -1393,15 +1406,24 @@ def test_step_flops(toy, tmp_path, attention, dense_layers, tied):
     for layer in range(2):
         proxy = attention != "dense" and layer >= dense_layers
         matrices = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
-        matrices += (32 * 16 + 32 * 8) if proxy else 0
         sparse = proxy and attention == "sparse"
         total += 6 * 256 * matrices + (4 + 10) * 8 * 4 * (selected if sparse else seen)
+        total += 4 * 256 * (32 * 16 + 32 * 8) * proxy  # its input has no gradient
         if sparse:  # select, then normalise and learn over what was selected
             total += 8 * 2 * (2 * seen + (2 + 6) * selected)
         elif proxy:
             total += 8 * 2 * (2 + 6) * seen
-    got = train.step_flops(trainer.model, batch, Stage(steps=1, seq_len=128, attention=attention))
-    assert got == pytest.approx(total, rel=1e-12)
+    stage = Stage(steps=1, seq_len=128, attention=attention)
+    assert train.step_flops(trainer.model, batch, stage) == pytest.approx(total, rel=1e-12)
+    if attention == "warmup":
+        frozen = dataclasses.replace(stage, freeze_backbone=True)
+        learns = 2 - dense_layers
+        head = 256 * 320 * 32
+        backbone = (
+            2 * (head + 2 * 256 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64)) + 2 * 4 * 8 * 4 * seen
+        )
+        proxy = learns * (4 * 256 * (32 * 16 + 32 * 8) + 8 * 2 * (2 + 6) * seen)
+        assert train.step_flops(trainer.model, batch, frozen) == pytest.approx(backbone + proxy, rel=1e-12)
 
 
 # --- memory ---
@@ -1472,7 +1494,7 @@ def test_the_first_that_fits(gib, want, capsys, monkeypatch):
     monkeypatch.setattr(train.msa, "workspace_bytes", lambda **_: 8 * 2**30)
     for index, kept in enumerate(want):
         if kept is None:
-            message = rf"^stages\[{index}\] .*'offload'.* there are {gib}\.0 GiB.*--row_chunk=16384"
+            message = rf"^stages\[{index}\] .*'offload'.* there are {gib}\.0 GiB.*or a shorter seq_len$"
             with pytest.raises(ValueError, match=message):
                 train.choose_activations(config, world, index, (gib, 200), torch.bfloat16, True)
             continue
@@ -1484,6 +1506,53 @@ def test_the_first_that_fits(gib, want, capsys, monkeypatch):
     with pytest.raises(ValueError, match=r"and 40\.0 GiB of host memory"):
         config.activations = "offload"
         train.choose_activations(config, world, 2, (gib, 40), torch.bfloat16, True)
+
+
+def test_a_rank_plans_for_its_own_sequences(monkeypatch):
+    """Not for more than a step has; and with FSDP for what it gathers."""
+    stage = Stage(steps=1, seq_len=512, attention="sparse")
+    config = Config(**MILLION | {"micro_batch_tokens": 8192, "tokens_per_step": 4096}, stages=[stage])
+    monkeypatch.setattr(train.msa, "workspace_bytes", lambda **_: 0)
+    tokens = [train.forward_tokens(config, stage, ranks) for ranks in (1, 2, 8, 16)]
+    assert tokens == [4096, 2048, 512, 512]
+    one, two = (train.plan_memory(config, one_process(n), stage, "all", torch.bfloat16, True) for n in (1, 2))
+    assert one.states / 2 < two.states < one.states and two.kept == pytest.approx(one.kept / 2, rel=0.3)
+    config.micro_batch_tokens = 512
+    several = train.plan_memory(config, one_process(2), stage, "all", torch.bfloat16, True)
+    assert several.states == pytest.approx(two.states + one.states / 4)  # of 16 bytes 4 are gradients
+
+
+def test_advice_is_what_helps(monkeypatch):
+    """Where the logits are what is large, neither layers nor their chunks are named."""
+    stage = Stage(steps=1, seq_len=512, attention="sparse")
+    more = {"n_layer": 1, "vocab_size": 2**20, "micro_batch_tokens": 512, "loss_chunk": 512}
+    config = Config(**MILLION | more, stages=[stage])
+    monkeypatch.setattr(train.msa, "workspace_bytes", lambda **_: 0)
+    plan = train.plan_memory(config, one_process(), stage, "input", torch.bfloat16, True)
+    advice = train.needs_less(config, one_process(), stage, plan, torch.bfloat16, True)
+    assert re.fullmatch(r"--loss_chunk=128 \([\d.]+ GiB\), more ranks, or a shorter seq_len", advice)
+
+
+def test_memory_that_a_container_may_take(tmp_path, monkeypatch):
+    system = train.host_memory_left()
+    assert system > 2**28
+    monkeypatch.setattr(train, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert train.host_memory_left() == pytest.approx(system, rel=0.5)
+    (tmp_path / "memory.max").write_text(f"{2**20}\n")
+    assert train.host_memory_left() == 2**20 - 1000
+    (tmp_path / "memory.max").unlink()
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("7000\n")
+    assert train.host_memory_left() == 0
+
+
+def test_bases_of_the_million_token_config():
+    """Above the bound that its comment names."""
+    for stage in load_config([str(ROOT / "configs" / "1m_ctx.py")]).stages:
+        assert stage.rope_theta >= 0.0424 * stage.seq_len**1.628
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(toy, tmp_path):
@@ -1523,7 +1592,7 @@ def compile_cheaply(patch):
     return graphs
 
 
-@pytest.mark.parametrize("activations", ["all", pytest.param("input", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("activations", ["all", "auto", pytest.param("input", marks=pytest.mark.slow)])
 def test_compiles_once_a_run(toy, tmp_path, monkeypatch, activations):
     """Whatever the layer, the stage, the length, the place in the run, and evaluations in between."""
     graphs, at_step = compile_cheaply(monkeypatch), {}
@@ -1536,16 +1605,22 @@ def test_compiles_once_a_run(toy, tmp_path, monkeypatch, activations):
     )
     more = ("--eval_interval=2", "--kl_interval=2", "--micro_batch_tokens=128", "--row_chunk=64")
     more += (f"--activations={activations}",)
-    # Each part with gradients and without.
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=2):
+    if activations == "auto":  # of a GPU on which the second stage fits no more
+        choose = train.choose_activations
+
+        def switching(config, world, index, *rest):
+            plan = choose(config, world, index, *rest)
+            return plan._replace(activations=("all", "input")[index])
+
+        monkeypatch.setattr(train, "choose_activations", switching)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         assert run(toy, tmp_path / "run", file, "--compile=True", *more) == 0
-    # Projections, the rest of a layer and the loss; at the switch, if nothing but inputs is kept, the proxy's
-    # projections alone, for the selection.
-    first = 4 if activations == "all" else 6
-    assert at_step == {i: first + (i >= 4) * (activations == "input") for i in range(8)}
+    # Projections, the rest of a layer and the loss; if nothing but inputs is kept, the proxy's projections
+    # alone, for the selection: all of it before the first step.
+    graphs_of = {"all": 4, "input": 7, "auto": 7}[activations]
+    assert at_step == dict.fromkeys(range(8), graphs_of)
+    assert len({r["compiled"] for r in metrics(tmp_path / "run", "train")}) == 1
     assert run(toy, tmp_path / "eager", file, *more) == 0
-    lines = metrics(tmp_path / "run", "train")
-    assert [r["step"] for r in lines if r["tokens_per_second"] is None] == [1, 5]  # the first of a stage
     for key in ("loss", "kl", "grad_norm"):
         got, want = ([r[key] for r in metrics(tmp_path / n, "train")] for n in ("run", "eager"))
         assert got == pytest.approx(want, rel=1e-4)
