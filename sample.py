@@ -22,6 +22,7 @@ from data import get_tokenizer, run_script
 from model import KVCache, Run, Transformer, load_run, load_weights, save_qwen3
 
 CACHE_ROOM = 1024  # new tokens that the cache has room for at first
+SHOWN = 2000  # tokens of a prompt that are printed
 PIECE = 2**16  # tokens of the prompts that go through the model at a time
 
 
@@ -78,15 +79,16 @@ class Decoder:
     def __init__(self, model: Transformer, **shared) -> None:
         self.model, self.cache, self.shared = model, shared["cache"], shared
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.steps, self.room = 0, 0
+        self.room = 0  # of the cache in the last step
 
     def step(self, token: Tensor) -> Tensor:
         """token (B,) -> logits (B, V)"""
-        self.steps += 1
-        if not token.is_cuda or self.steps == 1:  # the first one loads what may not be loaded in a graph
+        if not token.is_cuda or self.room != self.cache.size:
+            # The first step with room for so many loads what may not be loaded while a graph is recorded.
+            self.graph, self.room = None, self.cache.size
             return self.model(token[:, None], **self.shared).logits
-        if self.graph is None or self.room != self.cache.size:
-            self.token, self.room = token[:, None].clone(), self.cache.size
+        if self.graph is None:
+            self.token = token[:, None].clone()
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):  # it is recorded, not run, but for `longest`, a number here
                 self.logits = self.model(self.token, **self.shared).logits
@@ -189,8 +191,11 @@ def read_start(start: str) -> str:
 
 
 def stream_text(tokenizer, eos: int, prompt: list[int], tokens: Iterator[Tensor]) -> int:
-    """Prints the prompt and what follows in whole characters, until EOS; returns how many tokens came."""
-    sys.stdout.write(tokenizer.decode(prompt))
+    """Prints the (end of the) prompt and what follows in whole characters, until EOS; returns how many tokens
+    came."""
+    if len(prompt) > SHOWN:
+        sys.stdout.write(f"[... {len(prompt) - SHOWN:,} tokens]")
+    sys.stdout.write(tokenizer.decode(prompt[-SHOWN:]))
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # tokens may cut a character
     count = 0
     for token in tokens:
@@ -209,6 +214,19 @@ def timed(tokens: Iterator[Tensor], times: list[float]) -> Iterator[Tensor]:
         token = token.cpu()
         times.append(time.perf_counter())
         yield token
+
+
+def check_memory(model: Transformer, tokens: int) -> None:
+    """ValueError where the cache of so many tokens is more than a GPU has."""
+    c = model.config
+    heads = 2 * c.n_layer * c.n_kv_head + (c.n_layer - c.dense_layers) * c.n_proxy_kv_head
+    cache = tokens * heads * c.head_dim * model.compute_dtype.itemsize / 2**30
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if cache > 0.95 * free:
+        raise ValueError(
+            f"--start: keys and values of {tokens:,} tokens take {cache:.1f} GiB, and {free:.1f} are free; "
+            "shorten it, or take --device=cpu"
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -240,6 +258,8 @@ def main(argv: list[str] | None = None) -> None:
             f"the run knows no places behind token {run.stage.seq_len:,}: expect little there",
             file=sys.stderr,
         )
+    if kind == "cuda":
+        check_memory(model, len(prompt) + min(args.max_new_tokens, CACHE_ROOM))
     msa.announce(kind)  # now, rather than in the middle of the text
     for i in range(args.num_samples):
         begin, times = time.perf_counter(), []

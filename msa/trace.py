@@ -1,6 +1,6 @@
 """Where the GPU's time goes in a profiled training step: python -m msa.trace FILE
 
-    python -m msa.trace out/run/trace.json.gz --vocab-size 50304 --d-model 768 --d-mlp 2048
+    python -m msa.trace out/run/trace_0.json.gz --vocab-size 50304 --d-model 768 --d-mlp 2048
 
 FILE is what torch.profiler's export_chrome_trace wrote, of CPU and CUDA activities with record_shapes=True.
 Each kernel, copy and memset counts in one part of the step, also what activation checkpointing runs again.

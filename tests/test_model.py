@@ -430,6 +430,55 @@ def test_offload_brings_the_next_input_while_a_layer_works():
     close(x.grad, 8 * x.detach() ** 7)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("slow", [False, True])
+def test_copies_to_the_host_and_back_change_no_bit(slow):
+    """Over some steps, which reuse the pinned memory; slow: the copies come late, both ways."""
+    wide = {"d_model": 256, "n_layer": 4, "row_chunk": 512}
+    tokens, labels = (x.cuda() for x in draw(2, 1024))
+    results = []
+    for activations in ("input", "offload"):
+        model = build(**wide).cuda()
+        copy = m._HostCopy.copy
+
+        def late(self, to, x, copy=copy):
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(20_000_000)
+            return copy(self, to, x)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if slow:
+                patch.setattr(m._HostCopy, "copy", late)
+            for _ in range(3):
+                probe = torch.zeros(4, model.config.n_proxy_head, requires_grad=True, device="cuda")
+                out = model(tokens, labels, attention="warmup", activations=activations, kl_probe=probe)
+                (out.nll.sum() + out.kl).backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_compiled_on_a_gpu(activations):
+    """With gradients torch.compile is first called in autograd's own thread, if rows are computed again."""
+    torch._dynamo.reset()
+    tokens, labels = (x.cuda() for x in draw(2, 64))
+    eager, compiled = build(row_chunk=32).cuda(), build(row_chunk=32).cuda()
+    compiled.compile_rows()
+
+    def gradients(model):
+        probe = torch.zeros(3, model.config.n_proxy_head, requires_grad=True, device="cuda")
+        out = model(tokens, labels, attention="sparse", activations=activations, kl_probe=probe)
+        (out.nll.sum() + out.kl / 7).backward()
+        return {n: p.grad for n, p in model.named_parameters()} | {"probe": probe.grad}
+
+    want, got = gradients(eager), gradients(compiled)
+    for name, grad in want.items():
+        close(got[name], grad, 1e-4, name)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("activations", ["all", "input"])
 @pytest.mark.parametrize("mode", LEARNING)
 def test_compiled_rows_are_whole_graphs_compiled_once(mode, activations, selections):

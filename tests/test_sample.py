@@ -558,3 +558,39 @@ def test_speed(attention):
     rate = count / (time.process_time() - begin)
     print(f"{attention}: {rate:.0f} tokens/s")
     assert rate > 50
+
+
+# ---------------------------------------------------------------------------------------------------------
+# on a GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@BOTH
+@torch.no_grad()
+def test_graphs_decode_as_steps_do(attention, monkeypatch):
+    """Prompts of different lengths, a cache that grows, another text in the same process."""
+    model = build().cuda()
+    monkeypatch.setattr(sample, "CACHE_ROOM", 9)
+    prompts, n, graphs = PROMPTS, 40, []
+    kwargs = {"attention": attention, "rope_theta": 77.0, "vocab_size": 257, "temperature": 0}
+    record = torch.cuda.CUDAGraph
+
+    def counted():
+        graphs.append(record())
+        return graphs[-1]
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", counted)
+    got = [torch.stack(list(sample.generate(model, prompts, n, **kwargs)), 1).tolist() for _ in range(2)]
+    assert len(graphs) >= 4 and got[0] == got[1]
+    monkeypatch.setattr(sample.Decoder, "step", lambda self, t: self.model(t[:, None], **self.shared).logits)
+    assert got[0] == torch.stack(list(sample.generate(model, prompts, n, **kwargs)), 1).tolist()
+    assert got[0] == texts(model.cpu(), prompts, n, **kwargs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_cache_that_does_not_fit(monkeypatch):
+    model = build().cuda()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**20, 2**30))
+    with pytest.raises(ValueError, match="^--start: keys and values of 1,000,000 tokens take"):
+        sample.check_memory(model, 1_000_000)
+    sample.check_memory(model, 10)
