@@ -1962,7 +1962,7 @@ def dry_run(config: Config, world: World, data_commands: Iterable[str]) -> None:
         try:
             choose_activations(config, world, i, there, dtype, compiles)
         except ValueError as error:
-            world.say(f"stage {i}: {error}")
+            world.say(str(error))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
