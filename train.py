@@ -541,13 +541,15 @@ def host_memory_left() -> int:
     with contextlib.suppress(OSError, StopIteration):  # this counts the page cache too
         lines = Path("/proc/meminfo").read_text().splitlines()
         left = [int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024]
-    for most, taken in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for most, taken, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         with contextlib.suppress(OSError, ValueError):  # no such cgroup, or "max"
             limit, used = (int((CGROUP / name).read_text()) for name in (most, taken))
-            left.append(max(0, limit - used))
+            counts = dict(line.split() for line in (CGROUP / stat).read_text().splitlines())
+            cached = sum(int(counts.get(f"{state}_file", 0)) for state in ("active", "inactive"))
+            left.append(max(0, limit - used + cached))  # what was read from files makes room
     return min(left)
 
 

@@ -1539,13 +1539,15 @@ def test_memory_that_a_container_may_take(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\nactive_file 300\ninactive_file 400\n")
     assert train.host_memory_left() == pytest.approx(system, rel=0.5)
     (tmp_path / "memory.max").write_text(f"{2**20}\n")
-    assert train.host_memory_left() == 2**20 - 1000
+    assert train.host_memory_left() == 2**20 - 300
     (tmp_path / "memory.max").unlink()
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000\n")
     (tmp_path / "memory" / "memory.usage_in_bytes").write_text("7000\n")
+    (tmp_path / "memory" / "memory.stat").write_text("cache 1\n")
     assert train.host_memory_left() == 0
 
 
