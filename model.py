@@ -645,6 +645,17 @@ class Transformer(nn.Module):
         return Output(None, None, self.lm_head(self.model["norm"](x)).float(), kl)
 
 
+def count_parameters(config: Config) -> tuple[int, int]:
+    """Of all of a model, and of its layers, without making one: that takes a second for 24 layers."""
+    c = config
+    heads = c.n_head + 2 * c.n_kv_head + c.n_head  # of q, k, v and o
+    layer = c.d_model * (heads * c.head_dim + 3 * c.d_mlp) + 2 * c.d_model + 2 * c.head_dim
+    proxy = c.d_model * (c.n_proxy_head + c.n_proxy_kv_head) * c.head_dim + 2 * c.head_dim
+    layers = c.n_layer * layer + (c.n_layer - c.dense_layers) * proxy
+    tables = 1 if c.tie_embeddings else 2
+    return layers + tables * c.vocab_size * c.d_model + c.d_model, layers
+
+
 def is_proxy(name: str) -> bool:
     """Whether a parameter belongs to the proxy."""
     return "_proxy_" in name

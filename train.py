@@ -55,6 +55,7 @@ from model import (
     IGNORE,
     Transformer,
     checkpoints,
+    count_parameters,
     is_proxy,
     load_checkpoint,
     load_qwen3,
@@ -467,9 +468,7 @@ def plan_memory(
     """Of one step in `stage`, where layers keep `activations`; counted from the tensors that there are."""
     c, size = config, dtype.itemsize
     tokens = forward_tokens(c, stage, world.size)
-    with torch.device("meta"):
-        model = Transformer(c)
-    params, layer_params = (sum(p.numel() for p in m.parameters()) for m in (model, model.model["layers"]))
+    params, layer_params = count_parameters(c)
     proxy = stage.attention != "dense"
     main_heads = c.n_head + 2 * c.n_kv_head
     proxy_heads = (c.n_proxy_head + c.n_proxy_kv_head) if proxy else 0
@@ -492,7 +491,7 @@ def plan_memory(
     # computes again; beside it the chunk in hand.
     again = heads + q + lse if activations in ("input", "offload") else 0
     layer = tokens * (3 * x + q + heads + again)
-    layer += msa.workspace_bytes(
+    layer += msa.backward_workspace(
         batch=tokens // stage.seq_len,
         seq_len=stage.seq_len,
         heads=c.n_head,

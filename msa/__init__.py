@@ -43,6 +43,7 @@ from msa import reference
 from msa.flash_msa import flash_msa_func, flash_msa_warmup_func
 
 __all__ = [
+    "backward_workspace",
     "decode_attention",
     "dense_attention",
     "flash_msa_func",
@@ -50,7 +51,6 @@ __all__ = [
     "select_blocks",
     "sparse_attention",
     "warmup_attention",
-    "workspace_bytes",
 ]
 
 
@@ -717,7 +717,7 @@ def decode_attention(
     return reference.decode(q, k, v, q_proxy, k_proxy, lengths, slots, scale, block_size)
 
 
-def workspace_bytes(
+def backward_workspace(
     *,
     batch: int,
     seq_len: int,

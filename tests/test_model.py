@@ -813,6 +813,14 @@ def test_initialisation():
     assert abs(nll[labels >= 0].mean().item() - np.log(512)) < 0.3
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dense_layers", [0, 1, 3])
+def test_parameters_are_counted_without_a_model(tied, dense_layers):
+    model = build(tie_embeddings=tied, dense_layers=dense_layers)
+    parts = (model, model.model["layers"])
+    assert m.count_parameters(model.config) == tuple(sum(p.numel() for p in x.parameters()) for x in parts)
+
+
 def test_size_of_the_million_token_config():
     config = load_config([str(ROOT / "configs" / "1m_ctx.py")])
     with torch.device("meta"):

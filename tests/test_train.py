@@ -1491,7 +1491,7 @@ def test_the_first_that_fits(gib, want, capsys, monkeypatch):
     stages = [Stage(steps=1, seq_len=2**n, attention="sparse") for n in (13, 17, 20)]
     config = Config(**MILLION, stages=stages)
     world = SimpleNamespace(device=torch.device("cuda"), size=1, say=print)
-    monkeypatch.setattr(train.msa, "workspace_bytes", lambda **_: 8 * 2**30)
+    monkeypatch.setattr(train.msa, "backward_workspace", lambda **_: 8 * 2**30)
     for index, kept in enumerate(want):
         if kept is None:
             message = rf"^stages\[{index}\] .*'offload'.* there are {gib}\.0 GiB.*or a shorter seq_len$"
@@ -1512,7 +1512,7 @@ def test_a_rank_plans_for_its_own_sequences(monkeypatch):
     """Not for more than a step has; and with FSDP for what it gathers."""
     stage = Stage(steps=1, seq_len=512, attention="sparse")
     config = Config(**MILLION | {"micro_batch_tokens": 8192, "tokens_per_step": 4096}, stages=[stage])
-    monkeypatch.setattr(train.msa, "workspace_bytes", lambda **_: 0)
+    monkeypatch.setattr(train.msa, "backward_workspace", lambda **_: 0)
     tokens = [train.forward_tokens(config, stage, ranks) for ranks in (1, 2, 8, 16)]
     assert tokens == [4096, 2048, 512, 512]
     one, two = (train.plan_memory(config, one_process(n), stage, "all", torch.bfloat16, True) for n in (1, 2))
@@ -1527,7 +1527,7 @@ def test_advice_is_what_helps(monkeypatch):
     stage = Stage(steps=1, seq_len=512, attention="sparse")
     more = {"n_layer": 1, "vocab_size": 2**20, "micro_batch_tokens": 512, "loss_chunk": 512}
     config = Config(**MILLION | more, stages=[stage])
-    monkeypatch.setattr(train.msa, "workspace_bytes", lambda **_: 0)
+    monkeypatch.setattr(train.msa, "backward_workspace", lambda **_: 0)
     plan = train.plan_memory(config, one_process(), stage, "input", torch.bfloat16, True)
     advice = train.needs_less(config, one_process(), stage, plan, torch.bfloat16, True)
     assert re.fullmatch(r"--loss_chunk=128 \([\d.]+ GiB\), more ranks, or a shorter seq_len", advice)

@@ -655,75 +655,55 @@ class SumKeys:
             bucket = (head * heads + h) * n_blocks + block
             work += bucket_items[bucket + 1] - bucket_items[bucket]
         if work > 0:  # else total stays as it is: at 1M tokens most chunks see few of the key blocks
-            self.add_up(
-                parts, bucket_items, total, grad_kl, out0, out1, first_block, n_blocks, factor, is_first,
-                is_last, block, quarter, head,
-            )  # fmt: skip
-
-    @cute.jit
-    def add_up(
-        self,
-        parts: cute.Tensor,
-        bucket_items: cute.Tensor,
-        total: cute.Tensor,
-        grad_kl: cute.Tensor,
-        out0: cute.Tensor,
-        out1: cute.Tensor,
-        first_block: Int32,
-        n_blocks: Int32,
-        factor: Float32,
-        is_first: Int32,
-        is_last: Int32,
-        block: Int32,
-        quarter: Int32,
-        head: Int32,
-    ):
-        """A quarter of an output of one key block and key head."""
-        output, quarter = quarter // 4, quarter % 4
-        thread = cute.arch.thread_idx()[0]
-        offset = output * PART + (thread // 128) * (PART // 2) + quarter * 2048 + (thread % 128) * 4
-        acc = cute.make_rmem_tensor(16, Float32)
-        acc.fill(0.0)
-        at_total = Int64(block * self.key_heads + head) * (self.outputs * PART) + offset
-        if is_first == 0:
-            load_quarter(total, at_total, acc)
-        part = cute.make_rmem_tensor(16, Float32)
-        heads = self.proxy_heads // self.key_heads
-        for h in cutlass.range_constexpr(heads):
-            bucket = (head * heads + h) * n_blocks + block
-            item, end = bucket_items[bucket], bucket_items[bucket + 1]
-            while item < end:
-                load_quarter(parts, Int64(item) * (self.outputs * PART) + offset, part)
-                acc.store(acc.load() + part.load())
-                item += 1
-        if is_last == 0:
-            for u in cutlass.range_constexpr(4):
-                copy_utils.store_v4(
-                    device.global_pointer(total, at_total + u * 512, Float32),
-                    acc[4 * u], acc[4 * u + 1], acc[4 * u + 2], acc[4 * u + 3],
-                )  # fmt: skip
-        else:
-            if const_expr(self.times_grad_kl):
-                factor = factor * grad_kl[0]
-            if const_expr(self.outputs == 2):
-                factor = factor if output == 0 else Float32(1.0)
-            lane = thread % 32
-            key = (
-                (first_block + block) * BLOCK + (thread // 128) * 64 + ((thread % 128) // 32) * 16 + lane // 4
-            )
-            column = quarter * 32 + 2 * (lane % 4)
-            for u in cutlass.range_constexpr(4):
-                for r in cutlass.range_constexpr(2):
-                    if key + 8 * r < out0.shape[0]:
-                        at = (Int64(key + 8 * r) * self.key_heads + head) * BLOCK + (column + 8 * u)
-                        value = device.pack_bf16(acc[4 * u + 2 * r] * factor, acc[4 * u + 2 * r + 1] * factor)
-                        if const_expr(self.outputs == 2):
-                            if output == 0:
-                                store_pair(out0, at, value)
+            output, quarter = quarter // 4, quarter % 4
+            thread = cute.arch.thread_idx()[0]
+            offset = output * PART + (thread // 128) * (PART // 2) + quarter * 2048 + (thread % 128) * 4
+            acc = cute.make_rmem_tensor(16, Float32)
+            acc.fill(0.0)
+            at_total = Int64(block * self.key_heads + head) * (self.outputs * PART) + offset
+            if is_first == 0:
+                load_quarter(total, at_total, acc)
+            part = cute.make_rmem_tensor(16, Float32)
+            for h in cutlass.range_constexpr(heads):
+                bucket = (head * heads + h) * n_blocks + block
+                item, end = bucket_items[bucket], bucket_items[bucket + 1]
+                while item < end:
+                    load_quarter(parts, Int64(item) * (self.outputs * PART) + offset, part)
+                    acc.store(acc.load() + part.load())
+                    item += 1
+            if is_last == 0:
+                for u in cutlass.range_constexpr(4):
+                    copy_utils.store_v4(
+                        device.global_pointer(total, at_total + u * 512, Float32),
+                        acc[4 * u], acc[4 * u + 1], acc[4 * u + 2], acc[4 * u + 3],
+                    )  # fmt: skip
+            else:
+                if const_expr(self.times_grad_kl):
+                    factor = factor * grad_kl[0]
+                if const_expr(self.outputs == 2):
+                    factor = factor if output == 0 else Float32(1.0)
+                lane = thread % 32
+                key = (
+                    (first_block + block) * BLOCK
+                    + (thread // 128) * 64
+                    + ((thread % 128) // 32) * 16
+                    + lane // 4
+                )
+                column = quarter * 32 + 2 * (lane % 4)
+                for u in cutlass.range_constexpr(4):
+                    for r in cutlass.range_constexpr(2):
+                        if key + 8 * r < out0.shape[0]:
+                            at = (Int64(key + 8 * r) * self.key_heads + head) * BLOCK + (column + 8 * u)
+                            value = device.pack_bf16(
+                                acc[4 * u + 2 * r] * factor, acc[4 * u + 2 * r + 1] * factor
+                            )
+                            if const_expr(self.outputs == 2):
+                                if output == 0:
+                                    store_pair(out0, at, value)
+                                else:
+                                    store_pair(out1, at, value)
                             else:
-                                store_pair(out1, at, value)
-                        else:
-                            store_pair(out0, at, value)
+                                store_pair(out0, at, value)
 
 
 @cute.jit
