@@ -189,12 +189,13 @@ def kl_pass(
         docs = docs.view(-1)
     parts = torch.empty(n_items if grads else 1, PART, device=device)
     sums = torch.zeros(batch * proxy_heads * tiles if grads else 1, TILE_SUM, device=device)
+    handed_out = torch.zeros(1, dtype=torch.int32, device=device)
     turns = torch.zeros(batch * proxy_heads * tiles, dtype=torch.int32, device=device) if ordered else none
     item_kl = torch.empty(n_items, device=device)
     kl = torch.empty(proxy_heads, device=device)
     jit.load(DenseKl(heads, kv_heads, proxy_heads, grads, ordered))(
-        q, k, q_proxy, k_proxy, lse.view(-1), lse_proxy.view(-1), docs, ends, parts, sums, item_kl, turns,
-        runs, run_tiles, scale, multiprocessors(device),
+        q, k, q_proxy, k_proxy, lse.view(-1), lse_proxy.view(-1), docs, ends, parts, sums, item_kl,
+        handed_out, turns, runs, run_tiles, scale, multiprocessors(device),
     )  # fmt: skip
     bucket_items = torch.arange(0, n_items + 1, runs, dtype=torch.int32, device=device)
     jit.load(SumKl(proxy_heads))(item_kl, bucket_items, kl, batch * blocks, 1)

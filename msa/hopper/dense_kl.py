@@ -9,6 +9,9 @@ dk_proxy leaves as fp32 parts, summed in a fixed order. dq_proxy gets a contribu
 they are added in memory, in the accumulator's order, 16 bytes a thread; `RoundQueries` brings the sums into
 rows. With `ordered` they come in the order of the key blocks, for the same bits every time.
 
+The multiprocessors take items (sequence, proxy head, run of query tiles, key block) from a counter as they
+get done with others: items differ in size, many see no query at all, and which do is known on the GPU alone.
+
 Queries are one contiguous run that ends where the keys end: query block t lies in key block t + shift.
 """
 
@@ -262,6 +265,7 @@ class DenseKl:
             jit.tensor("f32", PART),  # dk_proxy parts, by item
             jit.tensor("f32", TILE_SUM),  # dq_proxy sums (B * Hp * row tiles), zero before
             jit.tensor("f32"),  # KL by item, nats
+            jit.tensor("i32"),  # items handed out so far (1,), zero before
             jit.tensor("i32"),  # turns (B * Hp * row tiles,), zero before; for `ordered`
             Int32(1),  # runs of a key block
             Int32(1),  # query tiles of a run
@@ -283,6 +287,7 @@ class DenseKl:
         parts: cute.Tensor,
         sums: cute.Tensor,
         kl: cute.Tensor,
+        handed_out: cute.Tensor,
         turns: cute.Tensor,
         runs: Int32,
         run_tiles: Int32,
@@ -291,9 +296,8 @@ class DenseKl:
         stream,
     ):
         # K, the first operand, comes from registers: read from shared memory with every 64 queries, it would
-        # take all of its bandwidth. With `ordered` the registers don't suffice.
-        source = "SS" if self.ordered else "RS"
-        mma_s = sm90_utils.make_tiled_mma(BFloat16, "K", "K", ROWS, source=source, atom_layout_mnk=(2, 1, 1))
+        # take all of its bandwidth.
+        mma_s = sm90_utils.make_tiled_mma(BFloat16, "K", "K", ROWS, source="RS", atom_layout_mnk=(2, 1, 1))
         mma_p = sm90_utils.make_tiled_mma(BFloat16, "K", "K", ROWS, atom_layout_mnk=(2, 1, 1))
         mma_dk = sm90_utils.make_tiled_mma(BFloat16, "K", "MN", BLOCK, source="RS", atom_layout_mnk=(2, 1, 1))
         mma_dq = sm90_utils.make_tiled_mma(BFloat16, "K", "MN", 64, atom_layout_mnk=(1, 2, 1))
@@ -311,6 +315,7 @@ class DenseKl:
         class Storage:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            item: cute.struct.MemRange[Int32, 4]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, ROWS * STAGES], 128]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMERS // 32], 128]
             q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout)], 1024]
@@ -322,8 +327,8 @@ class DenseKl:
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
         self.kernel(
             q_atom, q_tma, k_atom, k_tma, qp_atom, qp_tma, kp_atom, kp_tma, lse, lse_proxy, doc_start_block,
-            query_end, parts, sums, kl, turns, batch, queries, keys, runs, run_tiles, scale * Float32(LOG2E),
-            mma_s, mma_p, mma_dk, mma_dq, q_layout, k_layout, ds_layout,
+            query_end, parts, sums, kl, handed_out, turns, batch, queries, keys, runs, run_tiles,
+            scale * Float32(LOG2E), mma_s, mma_p, mma_dk, mma_dq, q_layout, k_layout, ds_layout,
         ).launch(
             grid=[grid, 1, 1], block=[128 + CONSUMERS, 1, 1], stream=stream, min_blocks_per_mp=1
         )  # fmt: skip
@@ -346,6 +351,7 @@ class DenseKl:
         parts: cute.Tensor,
         sums: cute.Tensor,
         kl: cute.Tensor,
+        handed_out: cute.Tensor,
         turns: cute.Tensor,
         batch: Int32,
         queries: Int32,
@@ -368,9 +374,11 @@ class DenseKl:
         s_kp = storage.k_proxy.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_ds = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
         warp_sums = cute.make_tensor(storage.sums.data_ptr(), cute.make_layout(CONSUMERS // 32))
+        item = cute.make_tensor(storage.item.data_ptr(), cute.make_layout(1))
         lse_address = storage.lse.data_ptr().toint()
         q_pipe = device.tma_pipeline(storage.q_barriers, STAGES, ROWS * ROW_BYTES + 4 * ROWS)
-        k_pipe = device.tma_pipeline(storage.k_barriers, 1, 2 * BLOCK * ROW_BYTES)
+        # Full when K and k_proxy are there, and the number of the item.
+        k_pipe = device.tma_pipeline(storage.k_barriers, 1, 2 * BLOCK * ROW_BYTES, producers=2)
         blocks = cute.ceil_div(keys, BLOCK)
         shape = (batch, queries, blocks, (keys - queries) // BLOCK, runs, run_tiles)
         n_items = batch * self.proxy_heads * runs * blocks
@@ -379,13 +387,13 @@ class DenseKl:
             if warp == 0:
                 self.produce(
                     q_atom, q, k_atom, k, qp_atom, q_proxy, kp_atom, k_proxy, s_q, s_k, s_kp, lse_address,
-                    q_pipe, k_pipe, lse, lse_proxy, query_end, shape, n_items,
+                    item, q_pipe, k_pipe, lse, lse_proxy, query_end, handed_out, shape, n_items,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(240)
             self.consume(
-                s_q, s_k, s_kp, s_ds, lse_address, warp_sums, mma_s, mma_p, mma_dk, mma_dq, q_pipe, k_pipe,
-                doc_start_block, query_end, parts, sums, kl, turns, shape, n_items, scale,
+                s_q, s_k, s_kp, s_ds, lse_address, item, warp_sums, mma_s, mma_p, mma_dk, mma_dq, q_pipe,
+                k_pipe, doc_start_block, query_end, parts, sums, kl, turns, shape, n_items, scale,
             )  # fmt: skip
 
     @cute.jit
@@ -405,62 +413,69 @@ class DenseKl:
 
     @cute.jit
     def produce(
-        self, q_atom, q, k_atom, k, qp_atom, q_proxy, kp_atom, k_proxy, s_q, s_k, s_kp, lse_address, q_pipe,
-        k_pipe, lse, lse_proxy, query_end, shape, n_items,
+        self, q_atom, q, k_atom, k, qp_atom, q_proxy, kp_atom, k_proxy, s_q, s_k, s_kp, lse_address, item,
+        q_pipe, k_pipe, lse, lse_proxy, query_end, handed_out, shape, n_items,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
         rows = cute.ceil_div(shape[1], ROWS) * ROWS
         q_state, k_state = device.producer_state(STAGES), device.producer_state(1)
-        position = cute.arch.block_idx()[0]
+        position = Int32(0)
         while position < n_items:
-            sequence, head, _, block, begin, end = self.locate(position, shape, query_end)
-            if begin < end:
-                kv_head = head // (self.proxy_heads // self.kv_heads)
-                g_k = cute.local_tile(k[None, None, kv_head, sequence], (BLOCK, BLOCK), (None, 0))
-                g_kp = cute.local_tile(k_proxy[None, None, 0, sequence], (BLOCK, BLOCK), (None, 0))
-                load_k, _, _ = copy_utils.tma_get_copy_fn(k_atom, 0, cute.make_layout(1), g_k, s_k)
-                load_kp, _, _ = copy_utils.tma_get_copy_fn(kp_atom, 0, cute.make_layout(1), g_kp, s_kp)
-                k_pipe.producer_acquire(k_state)
-                barrier = k_pipe.producer_get_barrier(k_state)
-                load_k(block, 0, tma_bar_ptr=barrier)
-                load_kp(block, 0, tma_bar_ptr=barrier)
-                k_state.advance()
-                g_qp = cute.local_tile(q_proxy[None, None, head, sequence], (ROWS, BLOCK), (None, 0))
-                load_qp, _, _ = copy_utils.tma_get_copy_fn(qp_atom, 0, cute.make_layout(1), g_qp, s_q)
-                lse_base = Int64(sequence * self.heads + head * self.group) * rows
-                proxy_base = Int64(sequence * self.proxy_heads + head) * rows
-                for tile in cutlass.range(begin, end, unroll=1):
-                    for g in cutlass.range(self.group, unroll=1):
-                        g_q = cute.local_tile(
-                            q[None, None, head * self.group + g, sequence], (ROWS, BLOCK), (None, 0)
-                        )
-                        load_q, _, _ = copy_utils.tma_get_copy_fn(q_atom, 0, cute.make_layout(1), g_q, s_q)
-                        q_pipe.producer_acquire(q_state)
-                        barrier = q_pipe.producer_get_barrier(q_state)
-                        load_q(tile, q_state.index, tma_bar_ptr=barrier)
-                        if lane == 0:
-                            source = device.global_pointer(
-                                lse, lse_base + Int64(g * rows + tile * ROWS), Float32
-                            )
-                            device.bulk_load(
-                                lse_address + q_state.index * (4 * ROWS), source, 4 * ROWS, barrier.toint()
-                            )
-                        q_state.advance()
+            if lane == 0:
+                position = cute.arch.atomic_add(handed_out.iterator, Int32(1))
+            position = cute.arch.shuffle_sync(position, 0)
+            # The first position past the end comes with the keys of the last item, and no queries.
+            sequence, head, _, block, begin, end = self.locate(
+                cutlass.min(position, n_items - 1), shape, query_end
+            )
+            kv_head = head // (self.proxy_heads // self.kv_heads)
+            g_k = cute.local_tile(k[None, None, kv_head, sequence], (BLOCK, BLOCK), (None, 0))
+            g_kp = cute.local_tile(k_proxy[None, None, 0, sequence], (BLOCK, BLOCK), (None, 0))
+            load_k, _, _ = copy_utils.tma_get_copy_fn(k_atom, 0, cute.make_layout(1), g_k, s_k)
+            load_kp, _, _ = copy_utils.tma_get_copy_fn(kp_atom, 0, cute.make_layout(1), g_kp, s_kp)
+            k_pipe.producer_acquire(k_state)
+            barrier = k_pipe.producer_get_barrier(k_state)
+            load_k(block, 0, tma_bar_ptr=barrier)
+            load_kp(block, 0, tma_bar_ptr=barrier)
+            if lane == 0:
+                item[0] = position
+                cute.arch.mbarrier_arrive(barrier)
+            k_state.advance()
+            if position >= n_items:
+                end = begin
+            g_qp = cute.local_tile(q_proxy[None, None, head, sequence], (ROWS, BLOCK), (None, 0))
+            load_qp, _, _ = copy_utils.tma_get_copy_fn(qp_atom, 0, cute.make_layout(1), g_qp, s_q)
+            lse_base = Int64(sequence * self.heads + head * self.group) * rows
+            proxy_base = Int64(sequence * self.proxy_heads + head) * rows
+            for tile in cutlass.range(begin, end, unroll=1):
+                for g in cutlass.range(self.group, unroll=1):
+                    g_q = cute.local_tile(
+                        q[None, None, head * self.group + g, sequence], (ROWS, BLOCK), (None, 0)
+                    )
+                    load_q, _, _ = copy_utils.tma_get_copy_fn(q_atom, 0, cute.make_layout(1), g_q, s_q)
                     q_pipe.producer_acquire(q_state)
                     barrier = q_pipe.producer_get_barrier(q_state)
-                    load_qp(tile, q_state.index, tma_bar_ptr=barrier)
+                    load_q(tile, q_state.index, tma_bar_ptr=barrier)
                     if lane == 0:
-                        source = device.global_pointer(lse_proxy, proxy_base + Int64(tile * ROWS), Float32)
+                        source = device.global_pointer(lse, lse_base + Int64(g * rows + tile * ROWS), Float32)
                         device.bulk_load(
                             lse_address + q_state.index * (4 * ROWS), source, 4 * ROWS, barrier.toint()
                         )
                     q_state.advance()
-            position += cute.arch.grid_dim()[0]
+                q_pipe.producer_acquire(q_state)
+                barrier = q_pipe.producer_get_barrier(q_state)
+                load_qp(tile, q_state.index, tma_bar_ptr=barrier)
+                if lane == 0:
+                    source = device.global_pointer(lse_proxy, proxy_base + Int64(tile * ROWS), Float32)
+                    device.bulk_load(
+                        lse_address + q_state.index * (4 * ROWS), source, 4 * ROWS, barrier.toint()
+                    )
+                q_state.advance()
 
     @cute.jit
     def consume(
-        self, s_q, s_k, s_kp, s_ds, lse_address, warp_sums, mma_s, mma_p, mma_dk, mma_dq, q_pipe, k_pipe,
-        doc_start_block, query_end, parts, sums, kl, turns, shape, n_items, scale,
+        self, s_q, s_k, s_kp, s_ds, lse_address, item, warp_sums, mma_s, mma_p, mma_dk, mma_dq, q_pipe,
+        k_pipe, doc_start_block, query_end, parts, sums, kl, turns, shape, n_items, scale,
     ):  # fmt: skip
         batch, queries, blocks, shift, runs, _ = shape
         thread = cute.arch.thread_idx()[0] - 128
@@ -469,9 +484,7 @@ class DenseKl:
         slices = cute.make_layout(2, stride=128)
         s_q_t, s_kp_t, s_ds_t = [layout_utils.transpose_view(x) for x in (s_q, s_kp, s_ds)]
         fragments = sm90_utils.partition_fragment_ABC
-        acc0, r_k, r_q = fragments(
-            mma_s.get_slice(slices(warpgroup_index)), (BLOCK, ROWS, BLOCK), s_k if self.ordered else None, s_q
-        )
+        acc0, r_k, r_q = fragments(mma_s.get_slice(slices(warpgroup_index)), (BLOCK, ROWS, BLOCK), None, s_q)
         acc1, r_kp, r_qp = fragments(
             mma_p.get_slice(slices(warpgroup_index)), (BLOCK, ROWS, BLOCK), s_kp, s_q
         )
@@ -484,16 +497,19 @@ class DenseKl:
         store_ds, _, _ = copy_utils.get_smem_store_C(
             mma_p, s_ds_t, thread, transpose=True, position_independent=True, major_mode_size=64
         )
-        if const_expr(not self.ordered):
-            load_a = cute.make_tiled_copy_A(
-                cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), BFloat16), mma_s
-            ).get_slice(thread)
+        # While one head's scores are exponentiated, the next one's are multiplied. With `ordered` registers
+        # don't suffice for that.
+        accs = (acc0,) if const_expr(self.ordered) else (acc0, acc1)
+        load_a = cute.make_tiled_copy_A(
+            cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), BFloat16), mma_s
+        ).get_slice(thread)
         teacher = cute.make_rmem_tensor(cute.size(acc0), Float32)
         q_state, k_state = device.consumer_state(STAGES), device.consumer_state(1)
         my_lse = lse_address + (lane % 4) * 8
         tiles = cute.ceil_div(queries, ROWS)
         buffer = Int32(0)
-        position = cute.arch.block_idx()[0]
+        k_pipe.consumer_wait(k_state)
+        position = item[0]
         while position < n_items:
             sequence, head, _, block, begin, end = self.locate(position, shape, query_end)
             first_place = (sequence * self.proxy_heads + head) * tiles
@@ -501,35 +517,37 @@ class DenseKl:
             acc_dk.fill(0.0)
             item_kl = Float32(0.0)
             if begin < end:
-                k_pipe.consumer_wait(k_state)
-                if const_expr(not self.ordered):
-                    cute.copy(load_a, load_a.partition_S(s_k[None, None, 0]), load_a.retile(r_k))
+                cute.copy(load_a, load_a.partition_S(s_k[None, None, 0]), load_a.retile(r_k))
                 for tile in cutlass.range(begin, end, unroll=1):
                     teacher.fill(0.0)
-                    # While one head's scores are exponentiated, the next one's are multiplied.
                     for g in cutlass.range_constexpr(self.group + 1):
-                        acc = acc0 if const_expr(g % 2 == 0) else acc1
-                        last = acc1 if const_expr(g % 2 == 0) else acc0
+                        acc = accs[g % len(accs)]
                         q_pipe.consumer_wait(q_state)
+                        wait = 1 if const_expr(g > 0) else -1
+                        if const_expr(self.ordered):
+                            wait = 0
                         if const_expr(g < self.group):
                             sm90_utils.gemm(
-                                mma_s, acc, r_k[None, None, None, 0] if const_expr(self.ordered) else r_k,
-                                r_q[None, None, None, q_state.index], zero_init=True,
-                                wg_wait=1 if g > 0 else -1,
+                                mma_s, acc, r_k, r_q[None, None, None, q_state.index], zero_init=True,
+                                wg_wait=wait,
                             )  # fmt: skip
                         else:
                             sm90_utils.gemm(
                                 mma_p, acc, r_kp[None, None, None, 0], r_qp[None, None, None, q_state.index],
-                                zero_init=True, wg_wait=1,
+                                zero_init=True, wg_wait=wait,
                             )  # fmt: skip
-                        if const_expr(g > 0):
+                        if const_expr(self.ordered and g < self.group):
+                            self.add_teacher(acc, teacher, my_lse + q_state.index * (4 * ROWS), scale)
+                            q_pipe.consumer_release(q_state)
+                        if const_expr(not self.ordered and g > 0):
                             earlier = self.earlier(q_state)
+                            last = accs[(g - 1) % 2]
                             self.add_teacher(last, teacher, my_lse + earlier.index * (4 * ROWS), scale)
                             q_pipe.consumer_release(earlier)
                         if const_expr(g < self.group):
                             q_state.advance()
                     warpgroup.wait_group(0)
-                    acc_p = acc0 if const_expr(self.group % 2 == 0) else acc1
+                    acc_p = accs[self.group % len(accs)]
                     if tile < diagonal_end:
                         mask_diagonal(acc_p, teacher, (tile % 2) * ROWS)
                     item_kl = item_kl + self.score_gradient(
@@ -567,13 +585,13 @@ class DenseKl:
                         buffer = buffer ^ 1
                     q_pipe.consumer_release(q_state)
                     q_state.advance()
-                k_pipe.consumer_release(k_state)
-                k_state.advance()
+            k_pipe.consumer_release(k_state)
+            k_state.advance()
             # Found again, rather than kept in registers through the loop.
             sequence, head, run, block, _, _ = self.locate(position, shape, query_end)
-            item = ((head * batch + sequence) * blocks + block) * runs + run
+            number = ((head * batch + sequence) * blocks + block) * runs + run
             if const_expr(self.grads):
-                store_part(acc_dk, parts, Int64(item) * PART, warpgroup_index, thread)
+                store_part(acc_dk, parts, Int64(number) * PART, warpgroup_index, thread)
             for step in cutlass.range_constexpr(5):
                 item_kl = item_kl + cute.arch.shuffle_sync_bfly(item_kl, offset=1 << step)
             cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS)
@@ -584,8 +602,9 @@ class DenseKl:
                 total = warp_sums[0]
                 for i in cutlass.range_constexpr(1, CONSUMERS // 32):
                     total = total + warp_sums[i]
-                kl[item] = total * Float32(LN2)
-            position += cute.arch.grid_dim()[0]
+                kl[number] = total * Float32(LN2)
+            k_pipe.consumer_wait(k_state)
+            position = item[0]
 
     def earlier(self, state):
         """The pipeline state one stage before `state`."""
