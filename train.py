@@ -1342,6 +1342,11 @@ class Trainer:
                     optimizer.zero_grad(set_to_none=True)
                 self.kl_probe.grad = None
                 del out
+            if c.kl_interval and c.dense_layers < c.n_layer and any(k[0] != "dense" for k in kinds):
+                with torch.no_grad(), self.evaluating():  # as `inspect_proxy`: it has a kernel of its own
+                    rows = torch.arange(1, device=world.device)
+                    tokens = torch.zeros(1, c.block_size, dtype=torch.long, device=world.device)
+                    self.model(tokens, attention="sparse", report=[], report_rows=rows)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         world.say(
@@ -1677,14 +1682,23 @@ class Trainer:
             interval > 0 and self.step > 0 and (self.step % interval == 0 or self.step in self.schedule.ends)
         )
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Without compiled code, which would be compiled again for it."""
+        self.model.eval()
+        with torch.compiler.set_stance("force_eager") if self.compiles else contextlib.nullcontext():
+            yield
+        self.model.train()
+
     def run_evaluations(self, stage_index: int) -> None:
         c, stage = self.config, self.config.stages[stage_index]
         base = {"step": self.step, "tokens": self.step * c.tokens_per_step, "stage": stage_index}
-        self.model.eval()
-        with torch.compiler.set_stance("force_eager") if self.compiles else contextlib.nullcontext():
+        with self.evaluating():
             if self.due(c.eval_interval):
+                begin = time.perf_counter()
                 result = self.validate(stage)
-                self.log.write({"kind": "val", **base, **result})
+                seconds = time.perf_counter() - begin  # the figures are on the host: nothing is under way
+                self.log.write({"kind": "val", **base, "seconds": seconds, **result})
                 extra = "".join(f" {k} {v:.3f}" for k, v in result.items() if k.endswith("_accuracy"))
                 self.world.say(
                     f"step {self.step} validation: loss {result['loss']:.4f} "
@@ -1692,15 +1706,16 @@ class Trainer:
                     f"the stage's own {result['stage_loss']:.4f}{extra}"
                 )
             if self.due(c.kl_interval) and stage.attention != "dense" and c.dense_layers < c.n_layer:
+                begin = time.perf_counter()
                 result = self.inspect_proxy(stage)
-                self.log.write({"kind": "proxy", **base, **result})
+                seconds = time.perf_counter() - begin
+                self.log.write({"kind": "proxy", **base, "seconds": seconds, **result})
                 self.world.say(
                     f"step {self.step} proxy: KL {result['kl_selected']:.4f} selected, "
                     f"{result['kl_full']:.4f} full; block recall {result['block_recall']:.3f}, "
                     f"score recall {result['score_recall']:.3f} of at best {result['score_best']:.3f} "
-                    f"({result['recall_rows']} rows)"
+                    f"({result['recall_rows']} rows, {seconds:.2f} s)"
                 )
-        self.model.train()
 
     def run(self) -> int:
         """Trains to the end, or to a signal, and returns 0."""

@@ -41,6 +41,7 @@ TIMING += (
     "reserved_memory_gib",
     "compiled",
     "eta_seconds",
+    "seconds",
 )  # and memory, which differs with the number of ranks
 
 CONFIG = """
@@ -347,6 +348,7 @@ def test_evaluation_lines(finished):
     due = [3, 4, 5, 7, 8, 10, 12, 13]
     lines = metrics(finished, "val")
     assert [r["step"] for r in lines] == due
+    assert all(r["seconds"] > 0 for r in lines + metrics(finished, "proxy"))
     for r in lines:
         assert r["tokens"] == 256 * r["step"]
         for name in ("", "stage_"):
