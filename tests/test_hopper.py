@@ -1223,6 +1223,20 @@ def test_pieces_that_dense_kernels_do_not_take_run_the_reference(device):
         assert torch.equal(out, want) and torch.equal(kl, want_kl)
 
 
+@pytest.mark.parametrize("blocks", [3, 400])
+def test_documents_as_sequences_of_their_own(blocks):
+    """Where they start: 257 at least, since FlashAttention-4 compiles again for more than 256."""
+    from msa.hopper import dense
+
+    S = blocks * BLOCK - 28
+    starts = torch.zeros(2, blocks, dtype=torch.int32)
+    starts[0, 2:] = 2
+    q = torch.zeros(2, S, 1, 8)
+    for borders in dense.Places(q, q, starts, None).cu_seqlens:
+        assert borders.dtype == torch.int32 and len(borders) == max(257, 2 * blocks) + 1
+        assert borders[:3].tolist() == [0, 2 * BLOCK, S] and set(borders[3:].tolist()) == {2 * S}
+
+
 @pytest.mark.parametrize("docs", [False, True])
 def test_sparse_with_all_blocks_is_warmup(docs, device):
     c = Case(fitted(device, 2000, 700), B=2, docs=docs, **MAIN)

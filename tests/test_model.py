@@ -459,7 +459,7 @@ def test_copies_to_the_host_and_back_change_no_bit(slow):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("activations", ["all", "input"])  # others run the same graphs
 def test_compiled_on_a_gpu(activations):
     """With gradients torch.compile is first called in autograd's own thread, if rows are computed again."""
     torch._dynamo.reset()
