@@ -1342,11 +1342,15 @@ class Trainer:
                     optimizer.zero_grad(set_to_none=True)
                 self.kl_probe.grad = None
                 del out
-            if c.kl_interval and c.dense_layers < c.n_layer and any(k[0] != "dense" for k in kinds):
-                with torch.no_grad(), self.evaluating():  # as `inspect_proxy`: it has a kernel of its own
-                    rows = torch.arange(1, device=world.device)
-                    tokens = torch.zeros(1, c.block_size, dtype=torch.long, device=world.device)
-                    self.model(tokens, attention="sparse", report=[], report_rows=rows)
+            with torch.no_grad(), self.evaluating():
+                n = 4 * c.block_size
+                tokens = torch.zeros(1, n, dtype=torch.long, device=world.device)
+                if c.eval_interval:  # as `validate`, in every stage
+                    docs = torch.zeros(1, 4, dtype=torch.int32, device=world.device)
+                    self.model(tokens, tokens, attention="dense", doc_start_block=docs)
+                if c.kl_interval and c.dense_layers < c.n_layer and any(k[0] != "dense" for k in kinds):
+                    rows = torch.arange(1, device=world.device)  # as `inspect_proxy`: a kernel of its own
+                    self.model(tokens, tokens, attention="sparse", report=[], report_rows=rows)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         world.say(
@@ -1686,9 +1690,11 @@ class Trainer:
     def evaluating(self) -> Iterator[None]:
         """Without compiled code, which would be compiled again for it."""
         self.model.eval()
-        with torch.compiler.set_stance("force_eager") if self.compiles else contextlib.nullcontext():
-            yield
-        self.model.train()
+        try:
+            with torch.compiler.set_stance("force_eager") if self.compiles else contextlib.nullcontext():
+                yield
+        finally:
+            self.model.train()
 
     def run_evaluations(self, stage_index: int) -> None:
         c, stage = self.config, self.config.stages[stage_index]

@@ -1,5 +1,5 @@
 # Step times of the model of 1m_ctx.py from 8K to 128K tokens a sequence, and the same dense.
-#     python data/pysrc/prepare.py --max_bytes 100000000 --tokenizer gpt2 --out data/pysrc_gpt2
+#     python data/pysrc/prepare.py --max_bytes 120000000 --tokenizer gpt2 --out data/pysrc_gpt2
 #     python train.py configs/speed.py
 #     python train.py configs/speed.py --attention=dense --out_dir=out/speed_dense
 #     python train.py configs/speed.py --n_kv_head=2 --n_proxy_head=2 --out_dir=out/speed_2   # fewer heads

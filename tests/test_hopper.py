@@ -1075,11 +1075,12 @@ def test_training_follows_the_reference(device, monkeypatch):
     steps, length = fitted(device, 20, 4), fitted(device, 1024, 512)
     selections, kernels = [], msa.sparse_attention
 
-    def recording(q, k, v, q_proxy, k_proxy, *, top_k, kl_probe, **whole_sequences):
+    def recording(q, k, v, q_proxy, k_proxy, *, top_k, kl_probe, block_size, **places):
+        assert block_size == BLOCK and all(x is None for x in places.values())
         selections.append(msa.select_blocks(q_proxy, k_proxy, top_k=top_k))
         return kernels(q, k, v, q_proxy, k_proxy, top_k=top_k, kl_probe=kl_probe)
 
-    def replaying(q, k, v, q_proxy, k_proxy, *, top_k, kl_probe, **whole_sequences):
+    def replaying(q, k, v, q_proxy, k_proxy, *, top_k, kl_probe, block_size, **places):
         return ReferenceAttention.apply(q, k, v, q_proxy, k_proxy, kl_probe, selections.pop(0))
 
     curves = []
@@ -1373,7 +1374,10 @@ def lookup_batch(g, batch, length, block_size, keys=6, values=4):
 
 
 def test_switch_to_sparse_costs_no_loss(device):
-    """Warmup on lookups in 8 blocks, then 2 blocks a query: its own, and the one the proxy has learnt."""
+    """Warmup on lookups in 8 blocks, then 4 blocks a query: its own, and those that the proxy has learnt.
+
+    With 2 blocks a model of 16 heads loses some percent here, on the reference too: it is not sparse enough.
+    """
     gpu = device.type == "cuda"
     block_size = BLOCK if gpu else 32
     config = Config(
@@ -1387,7 +1391,7 @@ def test_switch_to_sparse_costs_no_loss(device):
         vocab_size=64,
         tie_embeddings=False,
         block_size=block_size,
-        top_k=2 * block_size,
+        top_k=4 * block_size,
     )
     model = Transformer(config).to(device)
     model.compute_dtype = torch.bfloat16

@@ -23,8 +23,8 @@ from msa.hopper.device import BLOCK, LN2, LOG2E
 from msa.hopper.launch import aligned, multiprocessors
 from msa.hopper.proxy import SumKl
 
-# FlashAttention-4 compiles other kernels for more than 256 sequences. It is always handed as many, empty ones
-# at the end, so that it compiles once.
+# FlashAttention-4 compiles other kernels for more than 256 sequences. It is always handed as many documents,
+# empty ones at the end, so that it compiles once.
 MANY = 257
 
 
@@ -70,14 +70,16 @@ class Places:
             self.cu_seqlens = tuple(self.borders(n, q.device) for n in (self.n_queries, self.n_keys))
 
     def borders(self, length: int, device: torch.device) -> Tensor:
-        """int32: where documents and sequences start, then the end: (max(B * query blocks, MANY) + 1,)."""
+        """int32: where documents and sequences start, then the end: (B * query blocks + 1,), or MANY + 1."""
         total = self.batch * length
         starts = torch.arange(0, total, length, device=device, dtype=torch.int32)[:, None]
+        least = 0
         if self.doc_start_block is not None:
+            least = MANY
             blocks = torch.arange(self.doc_start_block.shape[1], device=device, dtype=torch.int32)
             starts = torch.where(self.doc_start_block == blocks, starts + blocks * BLOCK, total)
         starts = starts.flatten().sort().values
-        return pad(starts, (0, max(0, MANY - starts.shape[0]) + 1), value=total)
+        return pad(starts, (0, max(0, least - starts.shape[0]) + 1), value=total)
 
     def keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(aligned(x if x.shape[1] == self.n_keys else x[:, : self.n_keys]) for x in tensors)
