@@ -34,6 +34,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -665,6 +666,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--workspace-gib", type=float, metavar="GIB", help="memory of a chunk's partial rows, by default 6"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     parser.add_argument(
         "--breakdown", action=argparse.BooleanOptionalAction, default=True, help="time each kernel of ours"
@@ -677,6 +681,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if min(args.seq_len) < 1:
         parser.error("--seq-len must be at least 1")
+    if args.workspace_gib is not None and not 0 < args.workspace_gib < math.inf:
+        parser.error("--workspace-gib must be above 0")
     if args.top_k % BLOCK:
         parser.error(f"--top-k must be a multiple of {BLOCK}")
     if args.heads % args.proxy_heads or args.proxy_heads % args.kv_heads:
@@ -698,6 +704,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    if args.workspace_gib is not None:
+        why = msa._no_kernels(torch.device("cuda", torch.cuda.current_device()))
+        if why is not None:
+            print(f"--workspace-gib is of the kernels, and none run here: {why}", file=sys.stderr)
+            return 2
+        from msa import hopper
+
+        hopper.workspace_bytes = int(args.workspace_gib * GIB)
     peers = args.peers
     if peers is None:
         peers = [name for name, (package, _) in INSTALL_PEERS.items() if package_version(package)]

@@ -427,6 +427,7 @@ SELECT_CASES = [
     Case(3001, B=2, more_keys=200, docs=True, permute=True),
     Case(5000, slots=32, Hp=4),
     Case(7777, slots=32, Hp=1, H=16, Hkv=1),
+    Case(1500, B=2, slots=4, H=6, Hkv=3, Hp=3),
     Case(8192, slots=5),
 ]
 
@@ -509,6 +510,17 @@ ODD = {  # what is written where, in q_proxy (B, S, Hp, D) and k_proxy (B, Sk, 1
     "negative zeros": lambda q, k: (q.fill_(0), q[..., ::2].fill_(-0.0)),
     "blocks of the same keys": lambda q, k: k.copy_(k[:, torch.arange(k.shape[1]) % (3 * BLOCK)]),
     "all scores negative": lambda q, k: (q.abs_().add_(1), k.abs_().add_(1).neg_()),
+    "all scores of some queries negative": lambda q, k: (
+        q.abs_().add_(1),
+        q[:, ::3].neg_(),
+        k.abs_().add_(1),
+    ),
+    "the same, and nan in some keys": lambda q, k: (
+        q.abs_().add_(1),
+        q[:, ::3].neg_(),
+        k.abs_().add_(1),
+        k[:, ::97, 0, 5].fill_(NAN),
+    ),
     "large": lambda q, k: (q.mul_(2.0**60), k.mul_(2.0**50)),
     "small": lambda q, k: (q.mul_(2.0**-40), k.mul_(2.0**-40)),
 }

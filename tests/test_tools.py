@@ -279,6 +279,7 @@ def test_bench_without_a_gpu(capsys):
         (["--mode", "warmup", "--pattern", "local"], "--pattern is of sparse alone"),
         (["--peers", "none", "fa4"], "--peers none stands alone"),
         (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        (["--workspace-gib", "0"], "--workspace-gib must be above 0"),
         (["--what"], "unrecognized arguments"),
     ],
 )

@@ -137,14 +137,18 @@ def row_box_atom(matrix, rows):
     return atom
 
 
-def tma_pipeline(barriers, stages, num_bytes, producers=1):
-    """One barrier pair a stage: filled by TMA, emptied by the eight consumer warps."""
+def tma_pipeline(barriers, stages, num_bytes, producers=1, cluster=1):
+    """One barrier pair a stage: filled by TMA, emptied by the eight consumer warps of a cluster's every CTA.
+
+    In a cluster of several each CTA loads a part of a stage into all of them, once all have emptied it.
+    """
     return pipeline.PipelineTmaAsync.create(
         barrier_storage=barriers.data_ptr(),
         num_stages=stages,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producers),
-        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS // 32),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, cluster * CONSUMERS // 32),
         tx_count=num_bytes,
+        cta_layout_vmnk=cute.make_layout((1, 1, cluster, 1)),
     )
 
 

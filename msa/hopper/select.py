@@ -20,6 +20,7 @@ from msa.hopper.device import BLOCK, CONSUMERS
 
 STAGES = 4  # K tiles in flight
 EMPTY = -(2**31)  # ranks below -inf
+INFINITY_BITS = 0x7F800000
 LOCAL_THREADS = 256
 
 
@@ -27,14 +28,22 @@ LOCAL_THREADS = 256
 class Select:
     """One CTA per (128 queries, proxy head): a producer warp and two consumer warpgroups of 64 rows each.
 
+    All heads share k_proxy. Where their number is even, those of a tile come in clusters of two CTAs, each of
+    which loads half of a K block into the shared memory of both.
+
     K blocks come in pairs, one accumulator each. In an accumulator two rows, 8 apart, are spread over four
     neighbouring lanes, a quad. A pair gives a quad four scores, (row, block of the pair): each exchange of
     the reduction over the quad hands over what the other lane keeps, so that three shuffles leave one in
     each lane. A lane keeps the best of those in registers; the two lists of a row are merged at the end.
+
+    Queries are in registers and the maximum is one of ints, both to save power: the card is capped in it.
     """
 
     proxy_heads: int
     slots: int
+
+    def __post_init__(self):
+        self.cluster = 2 if self.proxy_heads % 2 == 0 else 1
 
     def arguments(self):
         return (
@@ -69,12 +78,16 @@ class Select:
             )
         else:
             q_by_head = layout_utils.select(q_proxy, [0, 2, 1])  # (B * S, 128, Hp)
-            mma = sm90_utils.make_tiled_mma(BFloat16, "K", "K", BLOCK, source="SS", atom_layout_mnk=(2, 1, 1))
+            mma = sm90_utils.make_tiled_mma(BFloat16, "K", "K", BLOCK, source="RS", atom_layout_mnk=(2, 1, 1))
             layout = device.rows_layout(BLOCK, STAGES)
             tile = cute.select(layout, mode=[0, 1])
             load = cpasync.CopyBulkTensorTileG2SOp()
             q_atom, q_tiles = cpasync.make_tiled_tma_atom(load, q_by_head, tile, (BLOCK, BLOCK))
-            k_atom, k_tiles = cpasync.make_tiled_tma_atom(load, k_proxy, tile, (BLOCK, BLOCK))
+            if const_expr(self.cluster > 1):
+                load = cpasync.CopyBulkTensorTileG2SMulticastOp()
+            k_atom, k_tiles = cpasync.make_tiled_tma_atom(
+                load, k_proxy, tile, (BLOCK, BLOCK), num_multicast=self.cluster
+            )
 
             @cute.struct
             class Storage:
@@ -101,6 +114,7 @@ class Select:
             ).launch(
                 grid=[batch * cute.ceil_div(queries, BLOCK) * self.proxy_heads, 1, 1],
                 block=[CONSUMERS + 128, 1, 1],
+                cluster=[self.cluster, 1, 1],
                 stream=stream,
                 min_blocks_per_mp=1,
             )
@@ -143,10 +157,10 @@ class Select:
         shared_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         tile_bytes = cute.size_in_bytes(BFloat16, q_layout)
         q_pipeline = device.tma_pipeline(storage.q_barriers, 1, tile_bytes)
-        k_pipeline = device.tma_pipeline(storage.k_barriers, STAGES, tile_bytes)
+        k_pipeline = device.tma_pipeline(storage.k_barriers, STAGES, tile_bytes, cluster=self.cluster)
 
         # The last queries see the most blocks: they start first, so that short rows fill the end. The heads
-        # of a tile are neighbours, run at the same time and find each other's K tiles in L2.
+        # of a tile are neighbours: those of a cluster score the same blocks, others find them in L2.
         work = cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0]
         head = work % self.proxy_heads
         sequence = work // self.proxy_heads % batch
@@ -169,7 +183,17 @@ class Select:
                 load_q, _, _ = copy_utils.tma_get_copy_fn(
                     q_atom, 0, one_cta, q_tile, shared_q, single_stage=True
                 )
-                load_k, _, _ = copy_utils.tma_get_copy_fn(k_atom, 0, one_cta, k_blocks, shared_k)
+                if const_expr(self.cluster > 1):
+                    load_k, _, _ = copy_utils.tma_get_copy_fn(
+                        k_atom,
+                        cute.arch.block_idx_in_cluster(),
+                        cute.make_layout(self.cluster),
+                        k_blocks,
+                        shared_k,
+                        mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
+                    )
+                else:
+                    load_k, _, _ = copy_utils.tma_get_copy_fn(k_atom, 0, one_cta, k_blocks, shared_k)
                 q_state = device.producer_state(1)
                 q_pipeline.producer_acquire(q_state)
                 load_q(tma_bar_ptr=q_pipeline.producer_get_barrier(q_state))
@@ -187,7 +211,7 @@ class Select:
             warpgroup_thread = cute.arch.make_warp_uniform(thread // 128) * 128
             slice_mma = mma.get_slice(warpgroup_thread)
             even, fragment_q, fragment_k = sm90_utils.partition_fragment_ABC(
-                slice_mma, (BLOCK, BLOCK, BLOCK), shared_q, shared_k
+                slice_mma, (BLOCK, BLOCK, BLOCK), None, shared_k
             )  # even, odd: the accumulators of a pair
             odd = cute.make_rmem_tensor(mma.partition_shape_C((BLOCK, BLOCK)), Float32)
             row_of_quad = thread % 2  # which of the quad's two rows this lane ranks
@@ -201,6 +225,9 @@ class Select:
             score = Float32(-math.inf)
 
             q_pipeline.consumer_wait(device.consumer_state(1))
+            ldmatrix = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), BFloat16)
+            ldmatrix = cute.make_tiled_copy_A(ldmatrix, mma).get_slice(thread)
+            cute.copy(ldmatrix, ldmatrix.partition_S(shared_q), ldmatrix.retile(fragment_q))
             state = device.consumer_state(STAGES)
             for pair in cutlass.range(pairs, unroll=1):
                 k_pipeline.consumer_wait(state)
@@ -233,34 +260,55 @@ class Select:
                 k_pipeline.consumer_release(state)
                 state.advance()
                 maxima[1] = self.half_row_max(odd, row_of_quad)
-                score = self.exchange(maxima, half, 2)
+                score = self.exchange(maxima, half, 2, cute.arch.fmax)
             self.rank(score, 2 * pairs - 2 + half, first, count, keys, blocks)
 
             row = tile * BLOCK + thread // 32 * 16 + thread % 32 // 4 + 8 * row_of_quad
             self.merge_and_store(
                 keys, blocks, local, row, sequence * queries, queries, head, half, block_indices
             )
+        if const_expr(self.cluster > 1):
+            # The other CTA's releases still arrive in this one's shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.jit
     def half_row_max(self, scores: cute.Tensor, row_of_quad: Int32):
-        """The maximum of this lane's row over its own and its neighbour's columns. max.f32 drops NaN."""
-        by_row = layout_utils.reshape_acc_to_mn(scores)  # (2 rows, 32 columns)
-        maxima = cute.make_rmem_tensor(2, Float32)
-        for row in cutlass.range_constexpr(2):
-            left = by_row[row, 0]  # two chains a row, for latency
-            right = by_row[row, 1]
-            for column in cutlass.range_constexpr(2, cute.size(by_row, mode=[1]), 2):
-                left = cute.arch.fmax(left, by_row[row, column])
-                right = cute.arch.fmax(right, by_row[row, column + 1])
-            maxima[row] = cute.arch.fmax(left, right)
-        return self.exchange(maxima, row_of_quad, 1)
+        """The maximum of this lane's row over its own and its neighbour's columns, NaN left out.
+
+        As ints, of which an instruction compares three. Floats are ordered as their bits where one is not
+        negative, and the other way round where all are. A NaN is above infinity, or else never picked.
+        """
+        best = self.half_row_extreme(scores, row_of_quad, cutlass.max, device.bits_of)
+        if cute.arch.vote_any_sync(best < 0):
+            least = self.half_row_extreme(scores, row_of_quad, cutlass.min, device.bits_of)
+            best = least if best < 0 else best
+        result = device.float_of(best)
+        if cute.arch.vote_any_sync(best > INFINITY_BITS):
+            result = self.half_row_extreme(scores, row_of_quad, cute.arch.fmax, Float32)  # drops NaN
+        return result
 
     @cute.jit
-    def exchange(self, maxima: cute.Tensor, kept: Int32, distance: cutlass.Constexpr):
-        """Two maxima in each of two lanes become one a lane: it keeps number `kept`, and sends the other."""
-        mine = maxima[0] if kept == 0 else maxima[1]
-        other = maxima[1] if kept == 0 else maxima[0]
-        return cute.arch.fmax(mine, cute.arch.shuffle_sync_bfly(other, offset=distance))
+    def half_row_extreme(
+        self, scores: cute.Tensor, row_of_quad: Int32, pick: cutlass.Constexpr, read: cutlass.Constexpr
+    ):
+        by_row = layout_utils.reshape_acc_to_mn(scores)  # (2 rows, 32 columns)
+        extremes = []
+        for row in cutlass.range_constexpr(2):
+            left, right = read(by_row[row, 0]), read(by_row[row, 1])  # two chains a row, for latency
+            for column in cutlass.range_constexpr(2, 30, 4):
+                left = pick(pick(left, read(by_row[row, column])), read(by_row[row, column + 1]))
+                right = pick(pick(right, read(by_row[row, column + 2])), read(by_row[row, column + 3]))
+            last = pick(read(by_row[row, 30]), read(by_row[row, 31]))
+            extremes.append(pick(pick(left, right), last))
+        return self.exchange(extremes, row_of_quad, 1, pick)
+
+    @cute.jit
+    def exchange(self, best, kept: Int32, distance: cutlass.Constexpr, pick: cutlass.Constexpr):
+        """Two values in each of two lanes become one a lane: it keeps number `kept`, and sends the other."""
+        mine = best[0] if kept == 0 else best[1]
+        other = best[1] if kept == 0 else best[0]
+        return pick(mine, cute.arch.shuffle_sync_bfly(other, offset=distance))
 
     @cute.jit
     def rank(
