@@ -191,6 +191,7 @@ class Backward:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
             kv_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            following: cute.struct.MemRange[Int32, 4]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * STAT_BYTES // 4], 128]
             q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout)], 1024]
             do: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout)], 1024]
@@ -248,26 +249,28 @@ class Backward:
         row_bytes = self.tile_queries * self.group * ROW_BYTES
         q_pipe = device.tma_pipeline(storage.q_barriers, STAGES, row_bytes + STAT_BYTES)
         do_pipe = device.tma_pipeline(storage.do_barriers, STAGES, row_bytes)
-        kv_pipe = device.tma_pipeline(storage.kv_barriers, 1, 2 * BLOCK * ROW_BYTES)
+        # Full when K and V are there, and which item follows.
+        kv_pipe = device.tma_pipeline(storage.kv_barriers, 1, 2 * BLOCK * ROW_BYTES, producers=2)
+        following = cute.make_tensor(storage.following.data_ptr(), cute.make_layout(1))
         n_items = bucket_items[bucket_items.shape[0] - 1]
         if warp < 4:
             cute.arch.setmaxregister_decrease(24)
             if warp == 0:
                 self.produce(
                     q_atom, do_atom, k_atom, k, s_k, v_atom, v, s_v, q_address, do_address, stat_address,
-                    q_pipe, do_pipe, kv_pipe, stats, items, entries, first_row, n_items,
+                    q_pipe, do_pipe, kv_pipe, following, stats, items, entries, first_row, n_items,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(240)
             self.consume(
                 s_q, s_do, s_k, s_v, s_ds, stat_address, mma_s, mma_kv, mma_dq, q_pipe, do_pipe, kv_pipe,
-                items, entries, n_items, partial, parts, teacher, scale,
+                following, items, entries, n_items, partial, parts, teacher, scale,
             )  # fmt: skip
 
     @cute.jit
     def produce(
         self, q_atom, do_atom, k_atom, k, s_k, v_atom, v, s_v, q_address, do_address, stat_address,
-        q_pipe, do_pipe, kv_pipe, stats, items, entries, first_row, n_items,
+        q_pipe, do_pipe, kv_pipe, following, stats, items, entries, first_row, n_items,
     ):  # fmt: skip
         tile_queries = self.tile_queries
         stat_bytes = 8 * self.padded  # of a query
@@ -277,7 +280,11 @@ class Backward:
         q_state, do_state = device.producer_state(STAGES), device.producer_state(STAGES)
         kv_state = device.producer_state(1)
         position = cute.arch.block_idx()[0]
+        ticket = device.take_ticket(items, lane)
         while position < n_items:
+            # Taken an item ahead: the next one's number is there when this one's loads are on their way.
+            next_position = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
+            ticket = device.take_ticket(items, lane)
             start, count, block, head_local = [items[position, i] for i in range(4)]
             head = head_local >> 16
             kv_head = head // (self.proxy_heads // self.kv_heads)
@@ -289,10 +296,13 @@ class Backward:
             barrier = kv_pipe.producer_get_barrier(kv_state)
             load_k(block, kv_state.index, tma_bar_ptr=barrier)
             load_v(block, kv_state.index, tma_bar_ptr=barrier)
+            if lane == 0:
+                following[kv_state.index] = next_position
+                cute.arch.mbarrier_arrive(barrier)
             kv_state.advance()
             entry = entries[start + cutlass.min(lane % tile_queries, count - 1)]
             for tile in cutlass.range((count + tile_queries - 1) // tile_queries, unroll=1):
-                following = entries[
+                next_entry = entries[
                     start + cutlass.min((tile + 1) * tile_queries + lane % tile_queries, count - 1)
                 ]
                 query = entry & Int32(QUERY_MASK)
@@ -313,8 +323,8 @@ class Backward:
                         self.load_rows(do_descriptor, do_address, do_state.index, lane, do_barrier, row)
                     do_state.advance()
                 q_state.advance()
-                entry = following
-            position += cute.arch.grid_dim()[0]
+                entry = next_entry
+            position = next_position
 
     @cute.jit
     def load_rows(self, descriptor, address, stage, lane, barrier, row):
@@ -325,7 +335,7 @@ class Backward:
     @cute.jit
     def consume(
         self, s_q, s_do, s_k, s_v, s_ds, stat_address, mma_s, mma_kv, mma_dq, q_pipe, do_pipe, kv_pipe,
-        items, entries, n_items, partial, parts, teacher, scale,
+        following, items, entries, n_items, partial, parts, teacher, scale,
     ):  # fmt: skip
         tile_queries, padded = self.tile_queries, self.padded
         thread = cute.arch.thread_idx()[0] - 128
@@ -427,12 +437,13 @@ class Backward:
                     buffer = buffer ^ 1
                 q_pipe.consumer_release(q_state)
                 q_state.advance()
+            position = following[0]
+            cute.arch.sync_warp()  # one lane releases for all
             kv_pipe.consumer_release(kv_state)
             kv_state.advance()
             if const_expr(self.main):
                 store_part(acc_dk, parts, Int64(item) * (2 * PART), warpgroup_index, thread)
                 store_part(acc_dv, parts, Int64(item) * (2 * PART) + PART, warpgroup_index, thread)
-            position += cute.arch.grid_dim()[0]
 
     def stat_offset(self, lane):
         """Bytes from a tile's stats to the lse of columns 2 * (lane % 4) + {0, 1}; its deltas follow."""

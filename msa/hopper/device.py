@@ -20,6 +20,7 @@ QUERY_MASK = (1 << QUERY_BITS) - 1
 LIST_ALIGN = 16  # every list starts at a multiple: a tile of the teacher never straddles two lists
 
 ITEM_FIELDS = 8  # of a work item: start, count, key block, proxy head << 16 | local entries, number
+TICKETS = 5  # a field that is 0 in all items: in the first it counts those that were handed out
 
 CONSUMERS = 256  # two warpgroups multiply, the warps before them load
 
@@ -158,6 +159,19 @@ def producer_state(stages):
 
 def consumer_state(stages):
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+
+
+@cute.jit
+def take_ticket(items: cute.Tensor, lane: Int32):
+    """In lane 0 how many items were handed out before, beside the one that each CTA begins with.
+
+    Items differ in size: a CTA that is done takes the next. What an item writes goes by its number, so that
+    it doesn't matter who works on it.
+    """
+    ticket = Int32(0)
+    if lane == 0:
+        ticket = cute.arch.atomic_add(items.iterator + TICKETS, Int32(1))
+    return ticket
 
 
 def padded_group(group):

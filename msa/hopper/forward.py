@@ -86,6 +86,7 @@ class Forward:
         class Storage:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * Q_STAGES]
             kv_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
+            following: cute.struct.MemRange[Int32, 4]
             q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(kv_layout)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(kv_layout)], 1024]
@@ -140,33 +141,39 @@ class Forward:
             device.fill_zero(storage.q.data_ptr().toint(), cute.cosize(q_layout) * 2, 128 + CONSUMERS)
         q_bytes = self.tile_queries * self.group * ROW_BYTES
         q_pipe = device.tma_pipeline(storage.q_barriers, Q_STAGES, q_bytes)
-        kv_pipe = device.tma_pipeline(storage.kv_barriers, KV_STAGES, 2 * BLOCK * ROW_BYTES)
+        # Full when K and V are there, and which item follows.
+        kv_pipe = device.tma_pipeline(storage.kv_barriers, KV_STAGES, 2 * BLOCK * ROW_BYTES, producers=2)
+        following = cute.make_tensor(storage.following.data_ptr(), cute.make_layout(KV_STAGES))
         n_items = bucket_items[bucket_items.shape[0] - 1]
         if warp < 4:
             cute.arch.setmaxregister_decrease(24)
             if warp == 0:
                 self.produce(
                     q_atom, k_atom, k, s_k, v_atom, v, s_v, storage.q.data_ptr().toint(), q_pipe, kv_pipe,
-                    items, entries, first_row, n_items,
+                    following, items, entries, first_row, n_items,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(240)
             self.consume(
-                s_q, s_k, s_v, mma_qk, mma_pv, q_pipe, kv_pipe, items, entries, n_items,
+                s_q, s_k, s_v, mma_qk, mma_pv, q_pipe, kv_pipe, following, items, entries, n_items,
                 partial, partial_lse, scale,
             )  # fmt: skip
 
     @cute.jit
     def produce(
-        self, q_atom, k_atom, k, s_k, v_atom, v, s_v, q_address, q_pipe, kv_pipe, items, entries, first_row,
-        n_items,
+        self, q_atom, k_atom, k, s_k, v_atom, v, s_v, q_address, q_pipe, kv_pipe, following, items, entries,
+        first_row, n_items,
     ):  # fmt: skip
         group, tile_queries = self.group, self.tile_queries
         lane = cute.arch.lane_idx()
         descriptor = copy_utils.get_tma_desc_addr(q_atom)
         q_state, kv_state = device.producer_state(Q_STAGES), device.producer_state(KV_STAGES)
         position = cute.arch.block_idx()[0]
+        ticket = device.take_ticket(items, lane)
         while position < n_items:
+            # Taken an item ahead: the next one's number is there when this one's loads are on their way.
+            next_position = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
+            ticket = device.take_ticket(items, lane)
             start, count, block, head_local = [items[position, i] for i in range(4)]
             head = head_local >> 16
             kv_head = head // (self.proxy_heads // self.kv_heads)
@@ -178,12 +185,15 @@ class Forward:
             barrier = kv_pipe.producer_get_barrier(kv_state)
             load_k(block, kv_state.index, tma_bar_ptr=barrier)
             load_v(block, kv_state.index, tma_bar_ptr=barrier)
+            if lane == 0:
+                following[kv_state.index] = next_position
+                cute.arch.mbarrier_arrive(barrier)
             kv_state.advance()
             # A lane loads a query. Past the list's end it loads the last one again, so that every tile brings
             # the same number of bytes. The next tile's entries are read before the wait.
             entry = entries[start + cutlass.min(lane % tile_queries, count - 1)]
             for tile in cutlass.range((count + tile_queries - 1) // tile_queries, unroll=1):
-                following = entries[
+                next_entry = entries[
                     start + cutlass.min((tile + 1) * tile_queries + lane % tile_queries, count - 1)
                 ]
                 q_pipe.producer_acquire(q_state)
@@ -194,13 +204,13 @@ class Forward:
                     device.box_load(descriptor, target, barrier_address, 0, row)
                     device.box_load(descriptor, target + ROWS * 128, barrier_address, 64, row)
                 q_state.advance()
-                entry = following
-            position += cute.arch.grid_dim()[0]
+                entry = next_entry
+            position = next_position
 
     @cute.jit
     def consume(
-        self, s_q, s_k, s_v, mma_qk, mma_pv, q_pipe, kv_pipe, items, entries, n_items, partial, partial_lse,
-        scale,
+        self, s_q, s_k, s_v, mma_qk, mma_pv, q_pipe, kv_pipe, following, items, entries, n_items, partial,
+        partial_lse, scale,
     ):  # fmt: skip
         tile_queries, padded = self.tile_queries, self.padded
         thread = cute.arch.thread_idx()[0] - 128
@@ -275,9 +285,10 @@ class Forward:
                     row_max[r] = next_max[r]
                     row_sum[r] = next_sum[r]
                 e0, e1, i0, i1 = f0, f1, j0, j1
+            position = following[kv_state.index]
+            cute.arch.sync_warp()  # one lane releases for all
             kv_pipe.consumer_release(kv_state)
             kv_state.advance()
-            position += cute.arch.grid_dim()[0]
 
     @cute.jit
     def store(self, acc_o, row_max, row_sum, e0, e1, i0, i1, count, head, row, lane, partial, partial_lse):
