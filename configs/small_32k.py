@@ -1,4 +1,4 @@
-# 122M parameters to 32K tokens: 45 minutes of steps on one H200, by the speed of shorter runs.
+# 122M parameters to 32K tokens: 42 minutes of steps on one H200, by the speed of shorter runs.
 #     python data/pysrc/prepare.py --max_bytes 0 --tokenizer gpt2 --out data/pysrc_gpt2
 #     python data/passkey/prepare.py --length 32768 --tokenizer gpt2 \
 #         --haystack pysrc_gpt2 --out data/passkey_32k
@@ -9,8 +9,8 @@
 # --dataset a larger one (data/hf, data/text).
 # Time: a token costs 6 x 122M = 0.73 GFLOP in matrices and 0.4 to 0.5 in attention (12 layers, forward and
 # backward; 2048 selected tokens of 8 heads x 128 cost what dense attention costs at 4K), selection and KL
-# included, so 1.2 GFLOP in all and 0.88 EFLOP for the run. At 262,000 to 297,000 tokens/s, as measured on one
-# H200 (2026-11-30, see README), that is 44 minutes, a third of the peak.
+# included, so 1.2 GFLOP in all and 0.88 EFLOP for the run. At 276,000 to 306,000 tokens/s, as measured on one
+# H200 (2026-11-30, see README), that is 42 minutes, a third of the peak.
 from configs import Stage
 
 out_dir = "out/small_32k"
