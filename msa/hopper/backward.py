@@ -4,7 +4,7 @@ Tiles of 64 gathered rows (a query's heads together) against the 128 keys of an 
 transposed, keys down and rows across: P and dS feed dV = P^T dO and dK = dS^T Q from registers, only dS goes
 through shared memory, for dQ = dS K. dV and dK stay on chip until the item ends and leave as fp32 parts,
 summed in item order by `SumKeys`; dQ leaves in bf16 to the entry's slot, summed in slot order by
-`forward.Combine`. So there are no atomics, and the same input gives the same bits.
+`forward.Combine`. So no atomic touches a result, and the same input gives the same bits.
 
 With `teach` it also writes the teacher, the mean over a query's heads of P, for the proxy's kernel (eq. 9).
 Its layout is groups of 8 entries, [256 threads][4]: thread (key row r, quad lane c) holds entries 2c and
@@ -282,7 +282,7 @@ class Backward:
         position = cute.arch.block_idx()[0]
         ticket = device.take_ticket(items, lane)
         while position < n_items:
-            # Taken an item ahead: the next one's number is there when this one's loads are on their way.
+            # Tickets are taken ahead: waiting for one would hold up the loads.
             next_position = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
             ticket = device.take_ticket(items, lane)
             start, count, block, head_local = [items[position, i] for i in range(4)]

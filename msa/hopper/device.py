@@ -20,7 +20,7 @@ QUERY_MASK = (1 << QUERY_BITS) - 1
 LIST_ALIGN = 16  # every list starts at a multiple: a tile of the teacher never straddles two lists
 
 ITEM_FIELDS = 8  # of a work item: start, count, key block, proxy head << 16 | local entries, number
-TICKETS = 5  # a field that is 0 in all items: in the first it counts those that were handed out
+TICKETS = 5  # a field: in the first item it counts those that were handed out, once a schedule
 
 CONSUMERS = 256  # two warpgroups multiply, the warps before them load
 
@@ -139,7 +139,7 @@ def row_box_atom(matrix, rows):
 
 
 def tma_pipeline(barriers, stages, num_bytes, producers=1, cluster=1):
-    """One barrier pair a stage: filled by TMA, emptied by the eight consumer warps of a cluster's every CTA.
+    """One barrier pair a stage: filled by TMA, emptied by eight consumer warps of each CTA of the cluster.
 
     In a cluster of several each CTA loads a part of a stage into all of them, once all have emptied it.
     """
@@ -165,8 +165,8 @@ def consumer_state(stages):
 def take_ticket(items: cute.Tensor, lane: Int32):
     """In lane 0 how many items were handed out before, beside the one that each CTA begins with.
 
-    Items differ in size: a CTA that is done takes the next. What an item writes goes by its number, so that
-    it doesn't matter who works on it.
+    Items differ in size: a CTA that gets on takes more of them. What an item writes goes by its number, so
+    that it doesn't matter who works on it. The schedule sets the count to 0: only one kernel may use it.
     """
     ticket = Int32(0)
     if lane == 0:

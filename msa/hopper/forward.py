@@ -3,8 +3,8 @@
 A work item is a key block and a list of (query, slot) entries that chose it. K and V of the block stay in
 shared memory while the queries' rows (the G heads of a group) are gathered into tiles of 128 rows. One block
 is one softmax: no running maximum. The normalised output goes out in bf16 to the entry's own slot, with the
-logarithm of its weight; `Combine` merges the slots of a query. There are no atomics: the same input gives the
-same bits.
+logarithm of its weight; `Combine` merges the slots of a query. No atomic touches a result: the same input
+gives the same bits.
 
 Partial layout, elements of a slot: [j 0..3][head 0..G-1][t 0..3][8]. Thread t of a quad holds the columns
 8 * (4 * j + i) + 2 * t + {0, 1}, i = 0..3, of its row: what the accumulator holds, in 16-byte stores.
@@ -171,7 +171,7 @@ class Forward:
         position = cute.arch.block_idx()[0]
         ticket = device.take_ticket(items, lane)
         while position < n_items:
-            # Taken an item ahead: the next one's number is there when this one's loads are on their way.
+            # Tickets are taken ahead: waiting for one would hold up the loads.
             next_position = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
             ticket = device.take_ticket(items, lane)
             start, count, block, head_local = [items[position, i] for i in range(4)]

@@ -49,7 +49,7 @@ LOCAL_ONE = 1 << LOCAL_SHIFT
 
 class Schedule(NamedTuple):
     entries: Tensor  # (capacity,) int32: row in the chunk | slot << QUERY_BITS; nothing between the lists
-    items: Tensor  # (max_items, 8) int32: start, count, key block, proxy head << 16 | local entries, number
+    items: Tensor  # (max_items, 8) int32: start, count, key block, head << 16 | local entries, number, zeros
     bucket_items: Tensor  # (Hp * n_blocks + 1,) int32: number of each bucket's first item, and of all items
     first_block: int  # the chunk's first key block, counted over the batch
     n_blocks: int  # key blocks of the chunk's sequences
@@ -552,7 +552,7 @@ class BuildSchedule:
             key = self.order_key(entries, numbered_items, item, window)
             position = cute.arch.atomic_add(places.iterator + key, Int32(1))
             fields = cute.make_rmem_tensor(ITEM_FIELDS, Int32)
-            fields.fill(0)
+            fields.fill(0)  # device.TICKETS too
             for j in cutlass.range_constexpr(4):
                 fields[j] = numbered_items[item, j]
             fields[4] = item

@@ -36,7 +36,8 @@ class Select:
     the reduction over the quad hands over what the other lane keeps, so that three shuffles leave one in
     each lane. A lane keeps the best of those in registers; the two lists of a row are merged at the end.
 
-    Queries are in registers and the maximum is one of ints, both to save power: the card is capped in it.
+    At 1M tokens the card is capped in power. Hence queries in registers, K shared, and maxima of ints, for
+    which one instruction compares three.
     """
 
     proxy_heads: int
@@ -253,8 +254,8 @@ class Select:
                 warpgroup.wait_group(1)
                 k_pipeline.consumer_release(even_state)
                 maxima[0] = self.half_row_max(even, row_of_quad)
-                # Ranking the pair before here fills the time of the odd product, and its branch keeps the
-                # compiler from moving the maximum above behind the wait below.
+                # Ranking the pair before here fills the time of the odd product. Branches, here and in the
+                # maximum, keep the compiler from moving the maximum behind the wait below.
                 self.rank(score, 2 * pair - 2 + half, first, count, keys, blocks)
                 warpgroup.wait_group(0)
                 k_pipeline.consumer_release(state)
@@ -276,8 +277,9 @@ class Select:
     def half_row_max(self, scores: cute.Tensor, row_of_quad: Int32):
         """The maximum of this lane's row over its own and its neighbour's columns, NaN left out.
 
-        As ints, of which an instruction compares three. Floats are ordered as their bits where one is not
-        negative, and the other way round where all are. A NaN is above infinity, or else never picked.
+        As ints: floats are ordered as their bits where one is not negative, and the other way round where all
+        are. A positive NaN is above infinity. A negative one is picked only where there is nothing else, and
+        `rank` makes it -inf.
         """
         best = self.half_row_extreme(scores, row_of_quad, cutlass.max, device.bits_of)
         if cute.arch.vote_any_sync(best < 0):
