@@ -595,7 +595,7 @@ def choose_activations(
     best = fitting[0]
     why = "as the config says"
     if auto:
-        why = f"the first that fits {device:.1f} GiB"
+        why = f"the first that fits 95% of {device:.1f} GiB"
         if best is not plans[0]:
             before = plans[plans.index(best) - 1]
             why += f", {before.activations!r} would take {before.total:.1f}"
@@ -1079,11 +1079,13 @@ def draw_curves(out_dir: str | Path) -> Path:
         position.plot(ends, [v for _, v in points], ".-", lw=1, label=stages.get(stage, f"stage {stage}"))
     position.set(title="loss by position, at the end of each stage", ylabel="nats a token", xlabel="up to")
     position.set_xscale("log", base=2)
-    for before, after in zip(train, train[1:], strict=False):
-        if before["stage"] != after["stage"]:
-            for axes in (loss, kl, recall, length, speed):
-                axes.axvline(before["tokens"], color="0.85", lw=1, zorder=0)
-            length.annotate(after["attention"], (before["tokens"], after["seq_len"]), fontsize=8, va="bottom")
+    for before, after in zip([None, *train], train, strict=False):
+        if before is None or before["stage"] != after["stage"]:
+            start = 0 if before is None else before["tokens"]
+            if before is not None:
+                for axes in (loss, kl, recall, length, speed):
+                    axes.axvline(start, color="0.85", lw=1, zorder=0)
+            length.annotate(after["attention"], (start, after["seq_len"]), fontsize=8, va="bottom")
     for axes in (loss, kl, recall, position):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)

@@ -1,6 +1,6 @@
 """Kills runs at random moments, continues them by the same command, and compares with runs left alone.
 
-    python tests/kill_resume.py --kills 100 --seed 0       # about 10 minutes on 2 CPU cores
+    python tests/kill_resume.py --kills 100 --seed 0       # a quarter of an hour on 2 CPU cores
 
 Every variant goes dense, frozen warmup, warmup, sparse, longer. Weights, optimizer state, metrics, the kept
 checkpoints and a sample must come out bit-equal, however often the run was killed.

@@ -1503,7 +1503,7 @@ def test_the_first_that_fits(gib, want, capsys, monkeypatch):
         plan = train.choose_activations(config, world, index, (gib, 200), torch.bfloat16, True)
         assert plan.activations == kept and plan.total < 0.95 * gib
         said = capsys.readouterr().out
-        assert f"stage {index} keeps {kept!r} for backward (the first that fits {gib}.0 GiB" in said
+        assert f"stage {index} keeps {kept!r} for backward (the first that fits 95% of {gib}.0 GiB" in said
         assert (plan.host > 40) == (kept == "offload") == ("host memory" in said)
     with pytest.raises(ValueError, match=r"and 40\.0 GiB of host memory"):
         config.activations = "offload"
