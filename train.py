@@ -1079,13 +1079,12 @@ def draw_curves(out_dir: str | Path) -> Path:
         position.plot(ends, [v for _, v in points], ".-", lw=1, label=stages.get(stage, f"stage {stage}"))
     position.set(title="loss by position, at the end of each stage", ylabel="nats a token", xlabel="up to")
     position.set_xscale("log", base=2)
-    for before, after in zip([None, *train], train, strict=False):
-        if before is None or before["stage"] != after["stage"]:
-            start = 0 if before is None else before["tokens"]
-            if before is not None:
-                for axes in (loss, kl, recall, length, speed):
-                    axes.axvline(start, color="0.85", lw=1, zorder=0)
-            length.annotate(after["attention"], (start, after["seq_len"]), fontsize=8, va="bottom")
+    pairs = zip(train, train[1:], strict=False)
+    starts = [(a["tokens"], b) for a, b in pairs if a["stage"] != b["stage"]]
+    for tokens, first in [*((0, r) for r in train[:1]), *starts]:
+        for axes in (loss, kl, recall, length, speed):
+            axes.axvline(tokens, color="0.85", lw=1, zorder=0)
+        length.annotate(first["attention"], (tokens, first["seq_len"]), fontsize=8, va="bottom")
     for axes in (loss, kl, recall, position):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
