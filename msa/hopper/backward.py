@@ -4,7 +4,7 @@ Tiles of 64 gathered rows (a query's heads together) against the 128 keys of an 
 transposed, keys down and rows across: P and dS feed dV = P^T dO and dK = dS^T Q from registers, only dS goes
 through shared memory, for dQ = dS K. dV and dK stay on chip until the item ends and leave as fp32 parts,
 summed in item order by `SumKeys`; dQ leaves in bf16 to the entry's slot, summed in slot order by
-`forward.Combine`. So no atomic touches a result, and the same input gives the same bits.
+`forward.Combine`. Each sum has one order, and the same input gives the same bits.
 
 With `teach` it also writes the teacher, the mean over a query's heads of P, for the proxy's kernel (eq. 9).
 Its layout is groups of 8 entries, [256 threads][4]: thread (key row r, quad lane c) holds entries 2c and
@@ -134,6 +134,8 @@ class Backward:
         self.group = self.heads // self.proxy_heads
         self.padded = device.padded_group(self.group)
         self.tile_queries = ROWS // self.padded
+        # A total has one writer a chunk where its block has one item: not with several proxy heads to one.
+        self.totals = self.proxy_heads == self.kv_heads
 
     def arguments(self):
         return (
@@ -147,8 +149,13 @@ class Backward:
             jit.tensor("i32"),  # entries
             jit.tensor("bf16", self.group * BLOCK),  # dq partials, as the forward's
             jit.tensor("f32", 2 * PART),  # dk and dv parts, by item
+            jit.tensor("f32", 2 * PART),  # total of dk and dv, of SumKeys
             jit.tensor("bf16", TEACHER_GROUP * BLOCK),  # teacher
             Int32(0),  # first row of the chunk
+            Int32(0),  # first key block of the chunk
+            Int32(1),  # key blocks of the chunk
+            Int32(1),  # 1 in the first chunk of a sequence
+            Int32(1),  # 1 in the last
             Float32(1.0),  # scale
             Int32(1),  # multiprocessors
         )
@@ -166,8 +173,13 @@ class Backward:
         entries: cute.Tensor,
         partial: cute.Tensor,
         parts: cute.Tensor,
+        total: cute.Tensor,
         teacher: cute.Tensor,
         first_row: Int32,
+        first_block: Int32,
+        n_blocks: Int32,
+        is_first: Int32,
+        is_last: Int32,
         scale: Float32,
         grid: Int32,
         stream,
@@ -202,8 +214,9 @@ class Backward:
         self.storage = Storage
         self.kernel(
             device.row_box_atom(q, self.group), device.row_box_atom(grad_out, self.group),
-            k_atom, k_tma, v_atom, v_tma, stats, items, bucket_items, entries, partial, parts, teacher,
-            first_row, scale * Float32(LOG2E), mma_s, mma_kv, mma_dq, q_layout, kv_layout, ds_layout,
+            k_atom, k_tma, v_atom, v_tma, stats, items, bucket_items, entries, partial, parts, total, teacher,
+            first_row, first_block, n_blocks, is_first, is_last, scale * Float32(LOG2E), mma_s, mma_kv,
+            mma_dq, q_layout, kv_layout, ds_layout,
         ).launch(
             grid=[grid, 1, 1], block=[128 + CONSUMERS, 1, 1], stream=stream, min_blocks_per_mp=1
         )  # fmt: skip
@@ -223,8 +236,13 @@ class Backward:
         entries: cute.Tensor,
         partial: cute.Tensor,
         parts: cute.Tensor,
+        total: cute.Tensor,
         teacher: cute.Tensor,
         first_row: Int32,
+        first_block: Int32,
+        n_blocks: Int32,
+        is_first: Int32,
+        is_last: Int32,
         scale: Float32,
         mma_s: cute.TiledMma,
         mma_kv: cute.TiledMma,
@@ -264,7 +282,8 @@ class Backward:
             cute.arch.setmaxregister_increase(240)
             self.consume(
                 s_q, s_do, s_k, s_v, s_ds, stat_address, mma_s, mma_kv, mma_dq, q_pipe, do_pipe, kv_pipe,
-                following, items, entries, n_items, partial, parts, teacher, scale,
+                following, items, bucket_items, entries, n_items, partial, parts, total, teacher, first_block,
+                n_blocks, is_first, is_last, scale,
             )  # fmt: skip
 
     @cute.jit
@@ -280,11 +299,8 @@ class Backward:
         q_state, do_state = device.producer_state(STAGES), device.producer_state(STAGES)
         kv_state = device.producer_state(1)
         position = cute.arch.block_idx()[0]
-        ticket = device.take_ticket(items, lane)
         while position < n_items:
-            # Tickets are taken ahead: waiting for one would hold up the loads.
-            next_position = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
-            ticket = device.take_ticket(items, lane)
+            ticket = device.take_ticket(items, lane)  # of the next item; it arrives while this one is loaded
             start, count, block, head_local = [items[position, i] for i in range(4)]
             head = head_local >> 16
             kv_head = head // (self.proxy_heads // self.kv_heads)
@@ -296,6 +312,7 @@ class Backward:
             barrier = kv_pipe.producer_get_barrier(kv_state)
             load_k(block, kv_state.index, tma_bar_ptr=barrier)
             load_v(block, kv_state.index, tma_bar_ptr=barrier)
+            next_position = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
             if lane == 0:
                 following[kv_state.index] = next_position
                 cute.arch.mbarrier_arrive(barrier)
@@ -335,7 +352,8 @@ class Backward:
     @cute.jit
     def consume(
         self, s_q, s_do, s_k, s_v, s_ds, stat_address, mma_s, mma_kv, mma_dq, q_pipe, do_pipe, kv_pipe,
-        following, items, entries, n_items, partial, parts, teacher, scale,
+        following, items, bucket_items, entries, n_items, partial, parts, total, teacher, first_block,
+        n_blocks, is_first, is_last, scale,
     ):  # fmt: skip
         tile_queries, padded = self.tile_queries, self.padded
         thread = cute.arch.thread_idx()[0] - 128
@@ -365,7 +383,7 @@ class Backward:
         buffer = Int32(0)  # of dS: the other one may still be read
         position = cute.arch.block_idx()[0]
         while position < n_items:
-            start, count, _, head_local, item = [items[position, i] for i in range(5)]
+            start, count, block, head_local, item = [items[position, i] for i in range(5)]
             head, n_local = head_local >> 16, head_local & 65535
             acc_dv.fill(0.0)
             acc_dk.fill(0.0)
@@ -442,8 +460,22 @@ class Backward:
             kv_pipe.consumer_release(kv_state)
             kv_state.advance()
             if const_expr(self.main):
-                store_part(acc_dk, parts, Int64(item) * (2 * PART), warpgroup_index, thread)
-                store_part(acc_dv, parts, Int64(item) * (2 * PART) + PART, warpgroup_index, thread)
+                alone = False
+                if const_expr(self.totals):
+                    bucket = head * n_blocks + (block - first_block)
+                    alone = is_last == 0 and bucket_items[bucket + 1] - bucket_items[bucket] == 1
+                if alone:
+                    # The block's only part of this chunk goes to its total, without a way through SumKeys.
+                    at = Int64((block - first_block) * self.kv_heads + head) * (2 * PART)
+                    if is_first == 1:
+                        store_part(acc_dk, total, at, warpgroup_index, thread)
+                        store_part(acc_dv, total, at + PART, warpgroup_index, thread)
+                    else:
+                        add_part(acc_dk, total, at, warpgroup_index, thread)
+                        add_part(acc_dv, total, at + PART, warpgroup_index, thread)
+                else:
+                    store_part(acc_dk, parts, Int64(item) * (2 * PART), warpgroup_index, thread)
+                    store_part(acc_dv, parts, Int64(item) * (2 * PART) + PART, warpgroup_index, thread)
 
     def stat_offset(self, lane):
         """Bytes from a tile's stats to the lse of columns 2 * (lane % 4) + {0, 1}; its deltas follow."""
@@ -596,9 +628,20 @@ def store_part(acc: cute.Tensor, parts: cute.Tensor, offset: Int64, warpgroup_in
         copy_utils.store_v4(pointer + i * 512, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3])
 
 
+@cute.jit
+def add_part(acc: cute.Tensor, total: cute.Tensor, offset: Int64, warpgroup_index: Int32, thread: Int32):
+    """`store_part`, added to what is there. Nobody else writes it: sums go by the order of chunks."""
+    pointer = device.global_pointer(
+        total, offset + (warpgroup_index * (PART // 2) + (thread % 128) * 4), Float32
+    )
+    for i in cutlass.range_constexpr(16):
+        device.add_vector(pointer + i * 512, [acc[4 * i + j] for j in range(4)])
+
+
 @dataclass(unsafe_hash=True)
 class SumKeys:
-    """Adds up the parts of each key block in item order, and what earlier chunks left in `total`.
+    """Adds up the parts of each key block in item order, and what earlier chunks left in `total`, to which
+    Backward itself adds where a chunk has a single part.
 
     outputs: 2 for dk and dv, 1 for dk_proxy. The first output is multiplied by a factor, and, if
     times_grad_kl, by the KL's gradient, read from memory.
@@ -608,6 +651,9 @@ class SumKeys:
     key_heads: int
     outputs: int
     times_grad_kl: bool = False
+
+    def __post_init__(self):
+        self.totals = self.outputs == 2 and self.proxy_heads == self.key_heads  # as Backward's
 
     def arguments(self):
         return (
@@ -661,11 +707,14 @@ class SumKeys:
     ):
         block, quarter, head = cute.arch.block_idx()
         heads = self.proxy_heads // self.key_heads
-        work = is_first + is_last
+        n_items = Int32(0)
         for h in cutlass.range_constexpr(heads):
             bucket = (head * heads + h) * n_blocks + block
-            work += bucket_items[bucket + 1] - bucket_items[bucket]
-        if work > 0:  # else total stays as it is: at 1M tokens most chunks see few of the key blocks
+            n_items += bucket_items[bucket + 1] - bucket_items[bucket]
+        work = n_items + is_first + is_last > 0  # else total stays as it is: nothing of this chunk
+        if const_expr(self.totals):
+            work = work and (n_items != 1 or is_last == 1)  # else it holds the only part already
+        if work:
             output, quarter = quarter // 4, quarter % 4
             thread = cute.arch.thread_idx()[0]
             offset = output * PART + (thread // 128) * (PART // 2) + quarter * 2048 + (thread % 128) * 4

@@ -354,8 +354,8 @@ class SparseBackward:
         teacher = piece(workspace, at_teacher, BFloat16, 1, TEACHER_GROUP * BLOCK)
         Prepare(heads, proxy_heads, self.main)(out, grad_out, lse, stats, first_row, n_rows, seq_len, stream)
         Backward(heads, kv_heads, proxy_heads, slots, self.main, self.proxy)(
-            q, k, v, grad_out, stats, items, bucket_items, entries, partial, parts, teacher, first_row, scale,
-            grid, stream,
+            q, k, v, grad_out, stats, items, bucket_items, entries, partial, parts, total, teacher, first_row,
+            first_block, n_blocks, is_first, is_last, scale, grid, stream,
         )  # fmt: skip
         if const_expr(self.main):
             Combine(heads, proxy_heads, slots, softmax=False)(

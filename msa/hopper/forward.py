@@ -169,11 +169,8 @@ class Forward:
         descriptor = copy_utils.get_tma_desc_addr(q_atom)
         q_state, kv_state = device.producer_state(Q_STAGES), device.producer_state(KV_STAGES)
         position = cute.arch.block_idx()[0]
-        ticket = device.take_ticket(items, lane)
         while position < n_items:
-            # Tickets are taken ahead: waiting for one would hold up the loads.
-            next_position = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
-            ticket = device.take_ticket(items, lane)
+            ticket = device.take_ticket(items, lane)  # of the next item; it arrives while this one is loaded
             start, count, block, head_local = [items[position, i] for i in range(4)]
             head = head_local >> 16
             kv_head = head // (self.proxy_heads // self.kv_heads)
@@ -185,6 +182,7 @@ class Forward:
             barrier = kv_pipe.producer_get_barrier(kv_state)
             load_k(block, kv_state.index, tma_bar_ptr=barrier)
             load_v(block, kv_state.index, tma_bar_ptr=barrier)
+            next_position = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
             if lane == 0:
                 following[kv_state.index] = next_position
                 cute.arch.mbarrier_arrive(barrier)

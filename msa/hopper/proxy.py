@@ -189,6 +189,10 @@ class ProxyLse:
         acc, r_q, r_k = sm90_utils.partition_fragment_ABC(mma_slice, (LSE_ROWS, BLOCK, BLOCK), s_q, s_k)
         q_state, k_state = device.consumer_state(STAGES), device.consumer_state(K_STAGES)
         row = (thread // 32) * 16 + lane // 4
+        # The warpgroups take turns to multiply, so that one exponentiates while the other multiplies.
+        my_turn, other_turn = 1 + warpgroup_index, 2 - warpgroup_index
+        if warpgroup_index == 1:
+            cute.arch.barrier_arrive(barrier_id=other_turn, number_of_threads=CONSUMERS)
         position = cute.arch.block_idx()[0]
         while position < n_items:
             start, count, head_local = items[position, 0], items[position, 1], items[position, 3]
@@ -201,13 +205,17 @@ class ProxyLse:
                 e1 = entries[start + cutlass.min(i1, count - 1)]
                 q_pipe.consumer_wait(q_state)
                 cute.arch.fence_view_async_shared()  # what cp.async wrote, to be read by the tensor cores
+                cute.arch.barrier(barrier_id=my_turn, number_of_threads=CONSUMERS)
                 sm90_utils.gemm(
                     mma,
                     acc,
                     r_q[None, None, None, q_state.index],
                     r_k[None, None, None, k_state.index],
                     zero_init=True,
+                    wg_wait=-1,
                 )
+                cute.arch.barrier_arrive(barrier_id=other_turn, number_of_threads=CONSUMERS)
+                warpgroup.wait_group(0)
                 q_pipe.consumer_release(q_state)
                 q_state.advance()
                 if tile * LSE_ROWS < n_local:
@@ -434,12 +442,19 @@ class ProxyBackward:
             acc_dk.fill(0.0)
             item_kl = Float32(0.0)
             entry = entries[start + cutlass.min(u, count - 1)]
-            self.share_lse(lse_proxy, entry, head, first_row, seq_len, my_lse + buffer * (4 * ROWS), thread)
+            # lse_proxy is (B, Hp, S), and all of an item is of one sequence.
+            sequence = (first_row + (entry & Int32(QUERY_MASK))) // seq_len
+            lse_base = Int64(sequence * (self.proxy_heads - 1) + head) * seq_len + first_row
+            lse = self.load_lse(lse_proxy, entry, lse_base)
+            self.share_lse(lse, my_lse + buffer * (4 * ROWS), thread)
             ahead = entries[start + cutlass.min(ROWS + u, count - 1)]
             cute.arch.barrier(barrier_id=2 + warpgroup_index, number_of_threads=128)
             k_pipe.consumer_wait(k_state)
             for tile in cutlass.range((count + ROWS - 1) // ROWS, unroll=1):
                 first = tile * ROWS
+                # The next tile's, on its way under this one's product.
+                lse = self.load_lse(lse_proxy, ahead, lse_base)
+                ahead = entries[start + cutlass.min(first + 2 * ROWS + u, count - 1)]
                 q_pipe.consumer_wait(q_state)
                 cute.arch.fence_view_async_shared()  # what cp.async wrote, to be read by the tensor cores
                 sm90_utils.gemm(
@@ -460,10 +475,7 @@ class ProxyBackward:
                     count - first - 2 * (lane % 4),
                 )
                 next_buffer = buffer ^ 1
-                self.share_lse(
-                    lse_proxy, ahead, head, first_row, seq_len, my_lse + next_buffer * (4 * ROWS), thread
-                )
-                ahead = entries[start + cutlass.min(first + 2 * ROWS + u, count - 1)]
+                self.share_lse(lse, my_lse + next_buffer * (4 * ROWS), thread)
                 if const_expr(self.grads):
                     store_ds(r_ds, dst_idx=buffer)
                     cute.arch.fence_view_async_shared()
@@ -510,16 +522,19 @@ class ProxyBackward:
             position += cute.arch.grid_dim()[0]
 
     @cute.jit
-    def share_lse(self, lse_proxy, entry, head, first_row, seq_len, address, thread):
-        """The first half of a warpgroup puts its entries' student LSE, in base 2, into shared memory."""
-        row = first_row + (entry & Int32(QUERY_MASK))
-        at = (Int64(row // seq_len) * self.proxy_heads + head) * seq_len + row % seq_len
+    def load_lse(self, lse_proxy, entry, lse_base):
+        """An entry's student LSE."""
         value = cute.make_rmem_tensor(1, Float32)
+        at = lse_base + (entry & Int32(QUERY_MASK))
         device.load_vector(device.global_pointer(lse_proxy, at, Float32, 4), value)
+        return value[0]
+
+    @cute.jit
+    def share_lse(self, lse, address, thread):
+        """The first half of a warpgroup puts its entries' LSE, in base 2, into shared memory."""
         if thread % 128 < ROWS:
-            copy_utils.store(
-                device.shared_pointer(address + (thread % ROWS) * 4, Float32, 4), value[0] * Float32(LOG2E)
-            )
+            target = device.shared_pointer(address + (thread % ROWS) * 4, Float32, 4)
+            copy_utils.store(target, lse * Float32(LOG2E))
 
     @cute.jit
     def score_gradient(self, acc_s, r_ds, lse_address, teacher_address, scale, remaining):
