@@ -240,7 +240,6 @@ def main(argv: list[str] | None = None) -> None:
     kind = args.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(run, torch.device(kind))
     tokenizer = get_tokenizer(run.data["tokenizer"])
     prompt = tokenizer.encode_ordinary(read_start(args.start)) or [run.data["eos"]]
     if len(prompt) > run.stage.seq_len:
@@ -248,6 +247,7 @@ def main(argv: list[str] | None = None) -> None:
             f"--start has {len(prompt):,} tokens, and the run has trained on sequences of "
             f"{run.stage.seq_len:,}; shorten it"
         )
+    model = build(run, torch.device(kind))
     attention = args.attention or ("sparse" if run.stage.attention == "sparse" else "dense")
     print(
         f"{args.out_dir}, step {run.step}, {attention} attention, {len(prompt)} prompt tokens, on {kind}",

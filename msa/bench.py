@@ -12,7 +12,8 @@ shows only where it is longer than the work itself.
 
     forward        ours, sparse: selection and attention. backward: all gradients, and the true KL (kl_probe)
     host           the time until everything is launched, of a single call; a single backward wakes autograd's
-                   thread, which a model does once for all its layers: hence also that of one of 8 in a row
+                   thread, which a model does once for all its layers: hence also that of one of 8 in a row,
+                   and of 8 replayed in a CUDA graph
     peak           the most memory allocated during a call, inputs included, the rest of the pool not
     first call     wall clock of the very first forward and backward, compilation included
 
@@ -485,21 +486,39 @@ def measure(
     return variants + on_new_data
 
 
-def host_in_a_row(shape: Shape, mode: str, data: Data, calls: int = 8) -> float:
-    """Milliseconds that the host takes for one of several calls of ours, as a model's layers make them."""
-    variant, times = ours(shape, mode), []
-    for _ in range(5):
-        leaves = [variant.leaves(data) for _ in range(calls)]
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
+def host_in_a_row(shape: Shape, mode: str, data: Data, calls: int = 8) -> tuple[float, float]:
+    """Milliseconds that the host takes for one of several calls of ours, as a model's layers make them: from
+    Python, and replayed in a CUDA graph."""
+    variant = ours(shape, mode)
+
+    def launch(leaves: list[list[Tensor]]) -> list[Tensor]:
         results = [variant.forward(tensors, data) for tensors in leaves]
         outputs = [x for outputs, _ in results for x in outputs]
         grads = [x for _, grads in results for x in grads]
-        gradients = torch.autograd.grad(outputs, [x for tensors in leaves for x in tensors], grads)
-        times.append((time.perf_counter() - begin) / calls)
+        return list(torch.autograd.grad(outputs, [x for tensors in leaves for x in tensors], grads))
+
+    def timed(call: Callable[[], object]) -> float:
         torch.cuda.synchronize()
-        del results, outputs, grads, gradients
-    return statistics.median(times) * 1e3
+        begin = time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        del result
+        return seconds / calls * 1e3
+
+    python = []
+    for _ in range(5):
+        leaves = [variant.leaves(data) for _ in range(calls)]
+        python.append(timed(lambda leaves=leaves: launch(leaves)))
+    with torch.cuda.stream(torch.cuda.Stream()):  # autograd's work before a capture is to be on a side stream
+        launch(leaves)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = launch(leaves)
+    replays = [timed(graph.replay) for _ in range(5)]
+    del results
+    return statistics.median(python), statistics.median(replays)
 
 
 def profile(shape: Shape, mode: str, pool: list[Data]) -> list[dict]:
@@ -758,13 +777,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "pattern": args.pattern,
             "variants": rows,
             "kernels": kernels,
-            "host_in_a_row_ms": host,
+            "host_in_a_row_ms": host and host[0],
+            "host_in_a_graph_ms": host and host[1],
             "ratios": compare(rows),
         }
         report["results"].append(result)
         print(format_result(result, ceilings) + "\n", flush=True)
         if host is not None:
-            print(f"host time of one of 8 calls in a row: {host:.2f} ms\n", flush=True)
+            print(
+                f"host time of one of 8 calls in a row: {host[0]:.2f} ms; in a CUDA graph {host[1]:.3f} ms\n",
+                flush=True,
+            )
         if args.json is not None:  # after each shape: a long run that is stopped keeps what it has
             args.json.write_text(json.dumps(report, indent=1) + "\n")
         del pool, variants

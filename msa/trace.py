@@ -39,7 +39,7 @@ PARTS = {
     "embedding": (),
     "projections": (),
     "selection": ("select",),
-    "schedule": ("schedule: count", "schedule: scan", "schedule: scatter", "BuildSchedule"),
+    "schedule": ("schedule: count", "schedule: scan", "schedule: scatter"),
     "attention forward": ("forward", "combine", "Combine"),
     "attention backward": ("prepare", "backward", "sum dq", "sum dk, dv", "SumKeys"),
     "proxy": (

@@ -91,10 +91,6 @@ def part_of(ops, kernel=ATEN, **more):
     [
         (cutlass("msahopperselectSelect"), "selection"),
         (f"kernel_cutlass_count_BuildScheduleproxy_heads2{TAIL}", "schedule"),
-        (
-            f"kernel_cutlass_arrange_BuildScheduleproxy_heads2{TAIL}",
-            "schedule",
-        ),  # the bench has no row for it
         (cutlass("Forwardheads16_kv_heads2"), "attention forward"),
         (cutlass("Combineheads16_softmaxTrue_with_proxyTrue_times_grad_klFalse"), "attention forward"),
         (cutlass("Combineheads16_softmaxFalse_with_proxyFalse_times_grad_klFalse"), "attention backward"),

@@ -12,8 +12,6 @@ queries select nothing.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -24,7 +22,7 @@ from msa.hopper.backward import PART, SumKeys
 from msa.hopper.chunk import UNIT, Plan, SparseBackward, SparseForward, plan
 from msa.hopper.dense_kl import DenseKl, DenseLse, RoundQueries
 from msa.hopper.device import BLOCK
-from msa.hopper.launch import aligned, multiprocessors
+from msa.hopper.launch import aligned, multiprocessors, nothing
 from msa.hopper.proxy import SumKl
 from msa.hopper.select import Select, select_blocks
 
@@ -46,12 +44,6 @@ def unpad(x: Tensor, rows: int) -> Tensor:
 
 def padded_length(batch: int, length: int) -> int:
     return length if batch == 1 else -(-length // BLOCK) * BLOCK
-
-
-@functools.cache
-def nothing(device: torch.device, width: int) -> Tensor:
-    """(0, width) fp32, for what a kernel takes and doesn't look at."""
-    return torch.empty(0, width, device=device)
 
 
 class Call:
@@ -118,8 +110,8 @@ class Call:
             aligned(grad_kl.float().reshape(1)) if proxy_grads else kl,
             *targets,
             kl,
-            nothing(self.device, 2 * PART) if total is None else total,
-            nothing(self.device, PART) if total_proxy is None else total_proxy,
+            nothing(self.device, torch.float32, 2 * PART) if total is None else total,
+            nothing(self.device, torch.float32, PART) if total_proxy is None else total_proxy,
             self.scale,
             self.grid,
         )
@@ -148,15 +140,14 @@ def forward(
         shape = (call.heads, call.kv_heads, call.proxy_heads, call.slots)
         kernel = jit.load(SparseForward(*shape, has_proxy))
         where, workspace = call.plan(1, 1, 0, 0, 0)
-        arguments = (*call.tensors(workspace, out, lse, lse_proxy), scale, call.grid)
+        kl = call.empty()
+        arguments = (*call.tensors(workspace, out, lse, lse_proxy), kl.view(1), scale, call.grid)
         for numbers in where.chunks:
             kernel(*arguments, *numbers)
         del arguments, workspace
         if materialize_kl:
             *_, kl = call.backward(out, lse, lse_proxy, None, None, need_kl=True)
             kl = kl.sum()
-        else:
-            kl = torch.zeros((), device=call.device)
         out = unpad(out, call.n_queries)
         if call.seq_len > call.n_queries:
             lse = lse[..., : call.n_queries].contiguous()

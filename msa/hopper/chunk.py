@@ -119,28 +119,12 @@ def tensors(kernel):
     )
 
 
-def contiguous(pointer, length, *shape):
-    """The tensor (length, *shape) at a pointer."""
-    strides = [1]
-    for n in reversed(shape):
-        strides.insert(0, strides[0] * n)
-    return cute.make_tensor(pointer, cute.make_layout((length, *shape), stride=tuple(strides)))
-
-
 def piece(workspace, place, dtype, length, *shape):
     """A contiguous (length, *shape) tensor, `place` bytes into the workspace."""
     pointer = cute.make_ptr(
         dtype, workspace.iterator.toint() + place, cute.AddressSpace.gmem, assumed_align=16
     )
-    return contiguous(pointer, length, *shape)
-
-
-def flatten(x, *shape):
-    """A contiguous tensor with all before `shape` as one dimension: (length, *shape)."""
-    length = 1
-    for n in x.shape[: len(x.shape) - len(shape)]:
-        length = length * n
-    return contiguous(x.iterator, length, *shape)
+    return device.contiguous(pointer, length, *shape)
 
 
 def build_schedule(
@@ -166,7 +150,7 @@ def build_schedule(
 
 @dataclass(unsafe_hash=True)
 class SparseForward:
-    """out, lse and, with a proxy, lse_proxy of a chunk's queries."""
+    """out, lse and, with a proxy, lse_proxy of a chunk's queries; kl, which is 0."""
 
     heads: int
     kv_heads: int
@@ -177,6 +161,7 @@ class SparseForward:
     def arguments(self):
         return (
             *tensors(self),
+            jit.tensor("f32"),  # kl, one element
             Float32(1.0),  # scale
             Int32(1),  # multiprocessors
             *numbers(),
@@ -195,6 +180,7 @@ class SparseForward:
         out: cute.Tensor,
         lse: cute.Tensor,
         lse_proxy: cute.Tensor,
+        kl: cute.Tensor,
         scale: Float32,
         grid: Int32,
         first_row: Int32,
@@ -221,9 +207,9 @@ class SparseForward:
         stream,
     ):
         heads, kv_heads, proxy_heads, slots = self.heads, self.kv_heads, self.proxy_heads, self.slots
-        q, q_proxy, k_proxy, out = [flatten(x, BLOCK) for x in (q, q_proxy, k_proxy, out)]
-        k, v = [flatten(x, kv_heads, BLOCK) for x in (k, v)]
-        block_indices, lse, lse_proxy = [flatten(x) for x in (block_indices, lse, lse_proxy)]
+        q, q_proxy, k_proxy, out = [device.flatten(x, BLOCK) for x in (q, q_proxy, k_proxy, out)]
+        k, v = [device.flatten(x, kv_heads, BLOCK) for x in (k, v)]
+        block_indices, lse, lse_proxy = [device.flatten(x) for x in (block_indices, lse, lse_proxy)]
         entries, items, bucket_items = build_schedule(
             BuildSchedule(proxy_heads, slots), workspace, block_indices, first_row, n_rows, row_offset,
             seq_len, key_blocks, first_block, n_blocks, columns, cap, max_items,
@@ -251,7 +237,7 @@ class SparseForward:
                 stream,
             )
         Combine(heads, proxy_heads, slots, softmax=True, with_proxy=self.with_proxy)(
-            partial, partial_lse, partial_lse_proxy, block_indices, partial_lse, out, lse, lse_proxy,
+            partial, partial_lse, partial_lse_proxy, block_indices, kl, out, lse, lse_proxy,
             first_row, n_rows, seq_len, Float32(1.0), stream,
         )  # fmt: skip
 
@@ -336,11 +322,11 @@ class SparseBackward:
     ):
         heads, kv_heads, proxy_heads, slots = self.heads, self.kv_heads, self.proxy_heads, self.slots
         q, q_proxy, k_proxy, out, grad_out, dq, dq_proxy = [
-            flatten(x, BLOCK) for x in (q, q_proxy, k_proxy, out, grad_out, dq, dq_proxy)
+            device.flatten(x, BLOCK) for x in (q, q_proxy, k_proxy, out, grad_out, dq, dq_proxy)
         ]
-        k, v, dk, dv = [flatten(x, kv_heads, BLOCK) for x in (k, v, dk, dv)]
-        dk_proxy = flatten(dk_proxy, 1, BLOCK)
-        block_indices, lse, lse_proxy = [flatten(x) for x in (block_indices, lse, lse_proxy)]
+        k, v, dk, dv = [device.flatten(x, kv_heads, BLOCK) for x in (k, v, dk, dv)]
+        dk_proxy = device.flatten(dk_proxy, 1, BLOCK)
+        block_indices, lse, lse_proxy = [device.flatten(x) for x in (block_indices, lse, lse_proxy)]
         entries, items, bucket_items = build_schedule(
             BuildSchedule(proxy_heads, slots), workspace, block_indices, first_row, n_rows, row_offset,
             seq_len, key_blocks, first_block, n_blocks, columns, cap, max_items,

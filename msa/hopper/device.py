@@ -73,6 +73,22 @@ def shared_pointer(address, dtype, align=16):
     return cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=align)
 
 
+def contiguous(pointer, length, *shape):
+    """The tensor (length, *shape) at a pointer."""
+    strides = [1]
+    for n in reversed(shape):
+        strides.insert(0, strides[0] * n)
+    return cute.make_tensor(pointer, cute.make_layout((length, *shape), stride=tuple(strides)))
+
+
+def flatten(x, *shape):
+    """A contiguous tensor with all before `shape` as one dimension: (length, *shape)."""
+    length = 1
+    for n in x.shape[: len(x.shape) - len(shape)]:
+        length = length * n
+    return contiguous(x.iterator, length, *shape)
+
+
 def load_vector(pointer, values):
     """Loads size(values) neighbours into a register tensor with one instruction where alignment allows."""
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(cute.size(values))), values)
@@ -172,6 +188,24 @@ def take_ticket(items: cute.Tensor, lane: Int32):
     if lane == 0:
         ticket = cute.arch.atomic_add(items.iterator + TICKETS, Int32(1))
     return ticket
+
+
+@cute.jit
+def is_last_cta(done: cute.Pointer, slot: cute.Tensor):
+    """Whether this CTA is the last of its launch to come here, and so sees what all of them wrote before.
+
+    All threads call it. `done` counts, from 0; `slot` is an int of shared memory that nobody needs any more.
+    """
+    cute.arch.sync_threads()
+    if cute.arch.thread_idx()[0] == 0:
+        cute.arch.fence_acq_rel_gpu()
+        slot[0] = cute.arch.atomic_add(done, Int32(1))
+        cute.arch.fence_acq_rel_gpu()
+    cute.arch.sync_threads()
+    x, y, z = cute.arch.grid_dim()
+    last = slot[0] == x * y * z - 1
+    cute.arch.sync_threads()  # before the slot is written again
+    return last
 
 
 def padded_group(group):

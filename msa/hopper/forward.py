@@ -373,9 +373,9 @@ def round_to_operand(acc_s: cute.Tensor, r_p: cute.Tensor):
 class Combine:
     """Adds up the slots of each (query, proxy head), in slot order.
 
-    softmax: weighs them with their LSE, writes out and lse, and merges the proxy's LSE if with_proxy.
-    Otherwise a plain sum times a factor (dq, dq_proxy), and, if times_grad_kl, times the KL's gradient, read
-    from memory.
+    softmax: weighs them with their LSE, writes out and lse, sets kl to 0, and merges the proxy's LSE if
+    with_proxy. Otherwise a plain sum times a factor (dq, dq_proxy), and, if times_grad_kl, times the KL's
+    gradient, read from memory.
     """
 
     heads: int
@@ -396,7 +396,7 @@ class Combine:
             jit.tensor("f32"),  # their lse, base 2
             jit.tensor("f32"),  # partial lse of the proxy, base 2
             jit.tensor("i32"),  # block_indices: -1 marks a slot that holds nothing
-            jit.tensor("f32"),  # gradient of kl, one element
+            jit.tensor("f32"),  # one element: kl if softmax, or its gradient
             jit.tensor("bf16", BLOCK),  # out: (rows * H, D)
             jit.tensor("f32"),  # lse: (B, H, S)
             jit.tensor("f32"),  # lse_proxy: (B, Hp, S)
@@ -413,7 +413,7 @@ class Combine:
         partial_lse: cute.Tensor,
         partial_lse_proxy: cute.Tensor,
         block_indices: cute.Tensor,
-        grad_kl: cute.Tensor,
+        kl: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
         lse_proxy: cute.Tensor,
@@ -425,7 +425,7 @@ class Combine:
     ):
         pairs = n_rows * self.proxy_heads
         self.kernel(
-            partial, partial_lse, partial_lse_proxy, block_indices, grad_kl, out, lse, lse_proxy,
+            partial, partial_lse, partial_lse_proxy, block_indices, kl, out, lse, lse_proxy,
             first_row, pairs, seq_len, factor,
         ).launch(
             grid=[(pairs + self.queries - 1) // self.queries, 1, 1],
@@ -440,7 +440,7 @@ class Combine:
         partial_lse: cute.Tensor,
         partial_lse_proxy: cute.Tensor,
         block_indices: cute.Tensor,
-        grad_kl: cute.Tensor,
+        kl: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
         lse_proxy: cute.Tensor,
@@ -488,8 +488,10 @@ class Combine:
                     log_sum = (top + cute.math.log2(total, fastmath=True)) * Float32(LN2)
                     at = (Int64(row // seq_len) * self.heads + head) * seq_len + row % seq_len
                     copy_utils.store(device.global_pointer(lse, at, Float32, 4), log_sum)
+                if pair == 0 and thread == 0:
+                    kl[0] = Float32(0.0)  # its value, unless it is materialised: a launch less
             if const_expr(self.times_grad_kl):
-                factor = factor * grad_kl[0]
+                factor = factor * kl[0]
             total_values = cute.make_rmem_tensor(8, Float32)
             total_values.fill(0.0)
             for s in cutlass.range_constexpr(slots):

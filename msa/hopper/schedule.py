@@ -8,10 +8,11 @@ A bucket's list holds its local entries first (the queries that lie in the block
 mask), then the others, both by row. Nothing depends on the order of atomics, so equal selections give equal
 bits. All sizes are upper bounds that the host knows: no synchronisation.
 
-Where a list goes is known once all of it is counted, hence several launches: count per tile of rows, prefix
-over the tiles of a block, prefix over the buckets (and the work items), scatter, and last the order in which
-the items are worked on. The multiprocessors walk the lists of their items side by side, so items that begin
-at about the same query and share a head stand together: what one reads from memory, the others find in L2.
+Where a list goes is known once all of it is counted, hence three launches: count per tile of rows; prefix
+over the tiles of a block and, in the CTA that ends last, over the buckets (and the work items); scatter and,
+in the CTA that ends last, the order in which the items are worked on. The multiprocessors walk the lists of
+their items side by side, so items that begin at about the same query and share a head stand together: what
+one reads from memory, the others find in L2.
 """
 
 from dataclasses import dataclass
@@ -36,10 +37,10 @@ MAX_CAP = 16384
 ORDER_KEYS = 4096  # (window of queries, head): what items are ordered by
 
 COUNT_THREADS = 512
-SCAN_THREADS = 64
-BUCKET_THREADS = 1024
+SCAN_THREADS = 512
 IN_FLIGHT = 8  # global loads a thread has under way when it counts
 SCAN_IN_FLIGHT = 16  # and when it scans
+ARRANGE_IN_FLIGHT = 4  # and, of items, when it orders those
 
 # A tile's count of a block: entries of slots 1.. in the low half (at most TILE), local ones in the high half
 # (at most BLOCK: the rows whose own block it is are one aligned group of BLOCK rows).
@@ -65,7 +66,7 @@ class Chunk(NamedTuple):
     columns: int  # key blocks that one tile of rows can meet
     capacity: int  # of entries
     max_items: int
-    scratch: int  # int32s: items by number, three numbers a bucket, counts (Hp, tiles, columns)
+    scratch: int  # int32s: items by number, 3 a bucket, CTAs that are done, counts (Hp, tiles, columns)
 
     @staticmethod
     def of(
@@ -105,7 +106,7 @@ class Chunk(NamedTuple):
             # A list of c > 0 entries makes ceil(c / cap) = 1 + floor((c - 1) / cap) items, so all of them
             # together at most one a bucket, and floor(total / cap) more.
             max_items=buckets + total // cap,
-            scratch=4 * (buckets + total // cap) + 3 * buckets + proxy_heads * tiles * columns,
+            scratch=4 * (buckets + total // cap) + 3 * buckets + 2 + proxy_heads * tiles * columns,
         )
         if max(chunk.capacity, proxy_heads * tiles * columns) >= 2**31:
             raise ValueError(f"chunk of {n_rows} rows: its lists pass 2^31 entries, take fewer rows")
@@ -163,29 +164,44 @@ class BuildSchedule:
         pieces = []
         numbered_items = cute.make_tensor(scratch.iterator, cute.make_layout((n_items, 4), stride=(4, 1)))
         begin = n_items * 4
-        for size in (buckets, buckets, buckets, self.proxy_heads * tiles * columns):
+        for size in (buckets, buckets, buckets, 2, self.proxy_heads * tiles * columns):
             pieces.append(cute.make_tensor(scratch.iterator + begin, cute.make_layout(size)))
             begin = begin + size
-        local_counts, other_counts, other_starts, counts = pieces
-        self.count(block_indices, counts, n_rows, row_offset, seq_len, key_blocks, columns).launch(
+        local_counts, other_counts, other_starts, done, counts = pieces
+        self.count(block_indices, counts, done, n_rows, row_offset, seq_len, key_blocks, columns).launch(
             grid=[tiles, self.proxy_heads, 1], block=[COUNT_THREADS, 1, 1], stream=stream
         )
-        self.scan_tiles(
-            counts, local_counts, other_counts, n_rows, row_offset, seq_len, key_blocks, n_blocks, columns
+        self.scan(
+            counts,
+            local_counts,
+            other_counts,
+            other_starts,
+            numbered_items,
+            bucket_items,
+            done,
+            n_rows,
+            row_offset,
+            seq_len,
+            key_blocks,
+            first_block,
+            n_blocks,
+            columns,
+            cap,
         ).launch(
             grid=[cute.ceil_div(n_blocks, SCAN_THREADS), self.proxy_heads, 1],
             block=[SCAN_THREADS, 1, 1],
             stream=stream,
         )
-        self.scan_buckets(
-            local_counts, other_counts, other_starts, numbered_items, bucket_items, first_block, n_blocks, cap
-        ).launch(grid=[1, 1, 1], block=[BUCKET_THREADS, 1, 1], stream=stream)
         self.scatter(
             block_indices,
             counts,
             local_counts,
             other_starts,
             entries,
+            numbered_items,
+            bucket_items,
+            items,
+            done,
             n_rows,
             row_offset,
             seq_len,
@@ -193,9 +209,6 @@ class BuildSchedule:
             n_blocks,
             columns,
         ).launch(grid=[tiles, self.proxy_heads, 1], block=[self.scatter_threads, 1, 1], stream=stream)
-        self.arrange(entries, numbered_items, bucket_items, items, n_rows).launch(
-            grid=[1, 1, 1], block=[BUCKET_THREADS, 1, 1], stream=stream
-        )
 
     @cute.jit
     def extent(self, tile: Int32, n_rows: Int32, row_offset: Int32, seq_len: Int32, key_blocks: Int32):
@@ -213,6 +226,7 @@ class BuildSchedule:
         self,
         block_indices: cute.Tensor,
         counts: cute.Tensor,
+        done: cute.Tensor,
         n_rows: Int32,
         row_offset: Int32,
         seq_len: Int32,
@@ -222,6 +236,8 @@ class BuildSchedule:
         tile, head, _ = cute.arch.block_idx()
         tiles, _, _ = cute.arch.grid_dim()
         thread, _, _ = cute.arch.thread_idx()
+        if tile == 0 and head == 0 and thread < 2:
+            done[thread] = Int32(0)  # for the launches behind this one
         histogram = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WINDOW), byte_alignment=16)
         rows, first_seq, tile_columns = self.extent(tile, n_rows, row_offset, seq_len, key_blocks)
         first_row = tile * TILE
@@ -254,9 +270,40 @@ class BuildSchedule:
                 counts[counts_base + window + column] = histogram[column]
             cute.arch.sync_threads()
 
-    # ---- 2: counts -> for each (tile, block) the entries of earlier tiles ------------------------------
+    # ---- 2: counts -> for each (tile, block) the entries of earlier tiles, and then where lists start --
 
     @cute.kernel
+    def scan(
+        self,
+        counts: cute.Tensor,
+        local_counts: cute.Tensor,
+        other_counts: cute.Tensor,
+        other_starts: cute.Tensor,
+        items: cute.Tensor,
+        bucket_items: cute.Tensor,
+        done: cute.Tensor,
+        n_rows: Int32,
+        row_offset: Int32,
+        seq_len: Int32,
+        key_blocks: Int32,
+        first_block: Int32,
+        n_blocks: Int32,
+        columns: Int32,
+        cap: Int32,
+    ):
+        shared = SmemAllocator()
+        rooms = shared.allocate_tensor(Int32, cute.make_layout(SCAN_THREADS // 32), byte_alignment=16)
+        parts = shared.allocate_tensor(Int32, cute.make_layout(SCAN_THREADS // 32), byte_alignment=16)
+        self.scan_tiles(
+            counts, local_counts, other_counts, n_rows, row_offset, seq_len, key_blocks, n_blocks, columns
+        )
+        if device.is_last_cta(done.iterator, rooms):
+            self.scan_buckets(
+                local_counts, other_counts, other_starts, items, bucket_items, first_block, n_blocks, cap,
+                rooms, parts,
+            )  # fmt: skip
+
+    @cute.jit
     def scan_tiles(
         self,
         counts: cute.Tensor,
@@ -303,15 +350,13 @@ class BuildSchedule:
             local_counts[head * n_blocks + block] = local
             other_counts[head * n_blocks + block] = others
 
-    # ---- 3: where each list starts, and the work items -------------------------------------------------
-
     @cute.jit
     def list_size(self, count: Int32, cap: Int32):
         """The room that a list takes, and its parts."""
         room = (count + (LIST_ALIGN - 1)) // LIST_ALIGN * LIST_ALIGN
         return room, (count + cap - 1) // cap
 
-    @cute.kernel
+    @cute.jit
     def scan_buckets(
         self,
         local_counts: cute.Tensor,
@@ -322,67 +367,70 @@ class BuildSchedule:
         first_block: Int32,
         n_blocks: Int32,
         cap: Int32,
+        warp_rooms: cute.Tensor,
+        warp_parts: cute.Tensor,
     ):
+        """Where each list starts, and the work items: a thread a bucket, SCAN_THREADS at a time."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % 32, thread // 32
-        shared = SmemAllocator()
-        warp_rooms = shared.allocate_tensor(Int32, cute.make_layout(BUCKET_THREADS // 32), byte_alignment=16)
-        warp_parts = shared.allocate_tensor(Int32, cute.make_layout(BUCKET_THREADS // 32), byte_alignment=16)
         buckets = self.proxy_heads * n_blocks
-        share = cute.ceil_div(buckets, BUCKET_THREADS)
-        begin = cutlass.min(thread * share, buckets)
-        end = cutlass.min(begin + share, buckets)
-
-        # Each thread sums its own neighbouring buckets, then they learn what lies before theirs.
-        rooms = Int32(0)
-        parts = Int32(0)
-        for bucket in cutlass.range(begin, end, unroll=4):
-            list_room, list_parts = self.list_size(local_counts[bucket] + other_counts[bucket], cap)
-            rooms += list_room
-            parts += list_parts
-        rooms_through = warp_prefix_sum(rooms, lane)
-        parts_through = warp_prefix_sum(parts, lane)
-        if lane == 31:
-            warp_rooms[warp] = rooms_through
-            warp_parts[warp] = parts_through
-        cute.arch.sync_threads()
-        earlier_rooms = Int32(0)
-        earlier_parts = Int32(0)
-        if lane < warp:
-            earlier_rooms = warp_rooms[lane]
-            earlier_parts = warp_parts[lane]
-        start = cute.arch.warp_redux_sync(earlier_rooms, "add") + rooms_through - rooms
-        item = cute.arch.warp_redux_sync(earlier_parts, "add") + parts_through - parts
-
-        for bucket in cutlass.range(begin, end, unroll=1):
-            n_local = local_counts[bucket]
-            count = n_local + other_counts[bucket]
+        start = Int32(0)  # of the first of them
+        item = Int32(0)
+        last = buckets - 1
+        n_local = local_counts[cutlass.min(thread, last)]
+        n_others = other_counts[cutlass.min(thread, last)]
+        for first in cutlass.range(0, buckets, SCAN_THREADS, unroll=1):
+            bucket = first + thread
+            # The next ones' counts are under way while these go through their barriers.
+            following = cutlass.min(bucket + SCAN_THREADS, last)
+            next_local, next_others = local_counts[following], other_counts[following]
+            count = n_local + n_others
+            if bucket > last:
+                count = Int32(0)
             list_room, list_parts = self.list_size(count, cap)
-            other_starts[bucket] = start + n_local
-            bucket_items[bucket] = item
-            head = bucket // n_blocks
-            key_block = first_block + bucket - head * n_blocks
-            # No part is empty: count > (parts - 1) * cap, and a part is at most cap. Where there are several,
-            # one has at least 128 entries (count / parts > cap / 2 >= 64, rounded up to 64), so that all
-            # local entries lie in the first.
-            even = (count + list_parts - 1) // cutlass.max(list_parts, Int32(1))
-            length = (even + (PART_ALIGN - 1)) // PART_ALIGN * PART_ALIGN
-            for part in cutlass.range(list_parts, unroll=1):
-                fields = cute.make_rmem_tensor(4, Int32)
-                fields[0] = start + part * length
-                fields[1] = cutlass.min(length, count - part * length)
-                fields[2] = key_block
-                fields[3] = head << 16
-                if part == 0:
-                    fields[3] = head << 16 | n_local
-                target = device.global_pointer(items, (item + part) * 4, Int32)
-                cute.autovec_copy(fields, cute.make_tensor(target, cute.make_layout(4)))
-            start += list_room
-            item += list_parts
-        if thread == BUCKET_THREADS - 1:
+            rooms_through = warp_prefix_sum(list_room, lane)
+            parts_through = warp_prefix_sum(list_parts, lane)
+            if lane == 31:
+                warp_rooms[warp] = rooms_through
+                warp_parts[warp] = parts_through
+            cute.arch.sync_threads()
+            rooms = Int32(0)
+            parts = Int32(0)
+            if lane < SCAN_THREADS // 32:
+                rooms = warp_rooms[lane]
+                parts = warp_parts[lane]
+            earlier_rooms = rooms if lane < warp else Int32(0)
+            earlier_parts = parts if lane < warp else Int32(0)
+            my_start = start + cute.arch.warp_redux_sync(earlier_rooms, "add") + rooms_through - list_room
+            my_item = item + cute.arch.warp_redux_sync(earlier_parts, "add") + parts_through - list_parts
+            start += cute.arch.warp_redux_sync(rooms, "add")
+            item += cute.arch.warp_redux_sync(parts, "add")
+            if bucket <= last:
+                other_starts[bucket] = my_start + n_local
+                bucket_items[bucket] = my_item
+                head = bucket // n_blocks
+                key_block = first_block + bucket - head * n_blocks
+                # No part is empty: count > (parts - 1) * cap, and a part is at most cap. Where there are
+                # several, one has at least 128 entries (count / parts > cap / 2 >= 64, rounded up to 64), so
+                # that all local entries lie in the first.
+                even = (count + list_parts - 1) // cutlass.max(list_parts, Int32(1))
+                length = (even + (PART_ALIGN - 1)) // PART_ALIGN * PART_ALIGN
+                for part in cutlass.range(list_parts, unroll=1):
+                    fields = cute.make_rmem_tensor(4, Int32)
+                    fields[0] = my_start + part * length
+                    fields[1] = cutlass.min(length, count - part * length)
+                    fields[2] = key_block
+                    fields[3] = head << 16
+                    if part == 0:
+                        fields[3] = head << 16 | n_local
+                    target = device.global_pointer(items, (my_item + part) * 4, Int32)
+                    cute.autovec_copy(fields, cute.make_tensor(target, cute.make_layout(4)))
+            n_local, n_others = next_local, next_others
+            cute.arch.sync_threads()  # all have read what the next warps write
+        if thread == 0:
             bucket_items[buckets] = item
 
-    # ---- 4: every entry to its place -------------------------------------------------------------------
+    # ---- 3: every entry to its place, and then the order of the items ----------------------------------
 
     @cute.kernel
     def scatter(
@@ -392,6 +440,10 @@ class BuildSchedule:
         local_counts: cute.Tensor,
         other_starts: cute.Tensor,
         entries: cute.Tensor,
+        numbered_items: cute.Tensor,
+        bucket_items: cute.Tensor,
+        items: cute.Tensor,
+        done: cute.Tensor,
         n_rows: Int32,
         row_offset: Int32,
         seq_len: Int32,
@@ -399,6 +451,9 @@ class BuildSchedule:
         n_blocks: Int32,
         columns: Int32,
     ):
+        shared = SmemAllocator()
+        chosen_by = shared.allocate_tensor(Int32, cute.make_layout(WINDOW), byte_alignment=16)
+        next_place = shared.allocate_tensor(Int32, cute.make_layout(WINDOW), byte_alignment=16)
         tile, head, _ = cute.arch.block_idx()
         tiles, _, _ = cute.arch.grid_dim()
         thread, _, _ = cute.arch.thread_idx()
@@ -422,6 +477,8 @@ class BuildSchedule:
                 counts,
                 other_starts,
                 entries,
+                chosen_by,
+                next_place,
                 thread,
                 head,
                 first_row,
@@ -434,6 +491,8 @@ class BuildSchedule:
                 seq_len,
                 key_blocks,
             )
+        if device.is_last_cta(done.iterator + 1, next_place):
+            self.arrange(entries, numbered_items, bucket_items, items, n_rows, chosen_by, next_place)
 
     @cute.jit
     def scatter_others(
@@ -442,6 +501,8 @@ class BuildSchedule:
         counts: cute.Tensor,
         other_starts: cute.Tensor,
         entries: cute.Tensor,
+        chosen_by: cute.Tensor,
+        next_place: cute.Tensor,
         thread: Int32,
         head: Int32,
         first_row: Int32,
@@ -456,9 +517,6 @@ class BuildSchedule:
     ):
         """Slots 1.., ROUND rows at a time. A row's blocks are distinct, so that in a block's mask a bit is a
         row, and the bits below a row's own are the entries of this round before it."""
-        shared = SmemAllocator()
-        chosen_by = shared.allocate_tensor(Int32, cute.make_layout(WINDOW), byte_alignment=16)
-        next_place = shared.allocate_tensor(Int32, cute.make_layout(WINDOW), byte_alignment=16)
         slot = thread % self.slots
         bit = thread // self.slots % ROUND
         takes_part = slot > 0
@@ -501,9 +559,7 @@ class BuildSchedule:
                 cute.arch.sync_threads()
                 index = following
 
-    # ---- 5: items that walk the same rows stand together -----------------------------------------------
-
-    @cute.kernel
+    @cute.jit
     def arrange(
         self,
         entries: cute.Tensor,
@@ -511,30 +567,34 @@ class BuildSchedule:
         bucket_items: cute.Tensor,
         items: cute.Tensor,
         n_rows: Int32,
+        places: cute.Tensor,
+        warp_sums: cute.Tensor,
     ):
         """A counting sort by (window of the first query, head). Atomics may change the order within a key,
         and so only when an item is worked on: what it writes goes by its number."""
+        threads = self.scatter_threads
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % 32, thread // 32
-        shared = SmemAllocator()
-        places = shared.allocate_tensor(Int32, cute.make_layout(ORDER_KEYS), byte_alignment=16)
-        warp_sums = shared.allocate_tensor(Int32, cute.make_layout(BUCKET_THREADS // 32), byte_alignment=16)
         n_items = bucket_items[bucket_items.shape[0] - 1]
         window = cute.ceil_div(n_rows, ORDER_KEYS // self.proxy_heads)
         window = cute.ceil_div(window, TILE) * TILE
-        for key in cutlass.range(thread, ORDER_KEYS, BUCKET_THREADS, unroll=1):
+        for key in cutlass.range(thread, ORDER_KEYS, threads, unroll=1):
             places[key] = Int32(0)
         cute.arch.sync_threads()
-        for item in cutlass.range(thread, n_items, BUCKET_THREADS, unroll=1):
-            key = self.order_key(entries, numbered_items, item, window)
-            cute.arch.atomic_add(places.iterator + key, Int32(1))
+        for batch in cutlass.range(0, n_items, threads * ARRANGE_IN_FLIGHT, unroll=1):
+            _, keys = self.load_items(entries, numbered_items, batch + thread, n_items, window)
+            for j in cutlass.range_constexpr(ARRANGE_IN_FLIGHT):
+                if batch + j * threads + thread < n_items:
+                    cute.arch.atomic_add(places.iterator + keys[j], Int32(1))
         cute.arch.sync_threads()
         # Counts to places: each thread a few neighbouring keys.
-        share = ORDER_KEYS // BUCKET_THREADS
+        share = -(-ORDER_KEYS // threads)
         counts = cute.make_rmem_tensor(share, Int32)
         total = Int32(0)
         for j in cutlass.range_constexpr(share):
-            counts[j] = places[thread * share + j]
+            counts[j] = Int32(0)
+            if thread * share + j < ORDER_KEYS:
+                counts[j] = places[thread * share + j]
             total += counts[j]
         through = warp_prefix_sum(total, lane)
         if lane == 31:
@@ -545,24 +605,44 @@ class BuildSchedule:
             earlier = warp_sums[lane]
         place = cute.arch.warp_redux_sync(earlier, "add") + through - total
         for j in cutlass.range_constexpr(share):
-            places[thread * share + j] = place
+            if thread * share + j < ORDER_KEYS:
+                places[thread * share + j] = place
             place += counts[j]
         cute.arch.sync_threads()
-        for item in cutlass.range(thread, n_items, BUCKET_THREADS, unroll=1):
-            key = self.order_key(entries, numbered_items, item, window)
-            position = cute.arch.atomic_add(places.iterator + key, Int32(1))
-            fields = cute.make_rmem_tensor(ITEM_FIELDS, Int32)
-            fields.fill(0)  # device.TICKETS too
-            for j in cutlass.range_constexpr(4):
-                fields[j] = numbered_items[item, j]
-            fields[4] = item
-            target = device.global_pointer(items, position * ITEM_FIELDS, Int32)
-            cute.autovec_copy(fields, cute.make_tensor(target, cute.make_layout(ITEM_FIELDS)))
+        for batch in cutlass.range(0, n_items, threads * ARRANGE_IN_FLIGHT, unroll=1):
+            loaded, keys = self.load_items(entries, numbered_items, batch + thread, n_items, window)
+            for j in cutlass.range_constexpr(ARRANGE_IN_FLIGHT):
+                item = batch + j * threads + thread
+                if item < n_items:
+                    position = cute.arch.atomic_add(places.iterator + keys[j], Int32(1))
+                    fields = cute.make_rmem_tensor(ITEM_FIELDS, Int32)
+                    fields.fill(0)  # device.TICKETS too
+                    for i in cutlass.range_constexpr(4):
+                        fields[i] = loaded[i, j]
+                    fields[4] = item
+                    target = device.global_pointer(items, position * ITEM_FIELDS, Int32)
+                    cute.autovec_copy(fields, cute.make_tensor(target, cute.make_layout(ITEM_FIELDS)))
 
     @cute.jit
-    def order_key(self, entries: cute.Tensor, numbered_items: cute.Tensor, item: Int32, window: Int32):
-        query = entries[numbered_items[item, 0]] & Int32(QUERY_MASK)
-        return (query // window) * self.proxy_heads + (numbered_items[item, 3] >> 16)
+    def load_items(
+        self,
+        entries: cute.Tensor,
+        numbered_items: cute.Tensor,
+        first: Int32,
+        n_items: Int32,
+        window: Int32,
+    ):
+        """A thread's next items (4 fields, items), past the end the last, and what they are ordered by."""
+        loaded = cute.make_rmem_tensor((4, ARRANGE_IN_FLIGHT), Int32)
+        keys = cute.make_rmem_tensor(ARRANGE_IN_FLIGHT, Int32)
+        for j in cutlass.range_constexpr(ARRANGE_IN_FLIGHT):
+            item = cutlass.min(first + j * self.scatter_threads, n_items - 1)
+            device.load_vector(device.global_pointer(numbered_items, item * 4, Int32), loaded[None, j])
+        for j in cutlass.range_constexpr(ARRANGE_IN_FLIGHT):
+            keys[j] = entries[loaded[0, j]] & Int32(QUERY_MASK)
+        for j in cutlass.range_constexpr(ARRANGE_IN_FLIGHT):
+            keys[j] = (keys[j] // window) * self.proxy_heads + (loaded[3, j] >> 16)
+        return loaded, keys
 
 
 def make_schedule(

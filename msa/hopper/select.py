@@ -17,6 +17,7 @@ from quack import copy_utils, layout_utils, sm90_utils
 
 from msa.hopper import device, jit
 from msa.hopper.device import BLOCK, CONSUMERS
+from msa.hopper.launch import nothing
 
 STAGES = 4  # K tiles in flight
 EMPTY = -(2**31)  # ranks below -inf
@@ -48,14 +49,11 @@ class Select:
 
     def arguments(self):
         return (
-            jit.tensor("bf16", self.proxy_heads, BLOCK),  # q_proxy (B * S, Hp, 128)
-            jit.tensor("bf16", BLOCK),  # k_proxy (B * Sk, 128)
+            jit.batch("bf16", self.proxy_heads, BLOCK),  # q_proxy (B, S, Hp, 128)
+            jit.batch("bf16", 1, BLOCK),  # k_proxy (B, Sk, 1, 128)
             jit.tensor("i32"),  # q_block (query tiles of a sequence,), or empty: 0, 1, ...
-            jit.tensor("i32"),  # doc_start_block (B * query tiles of a sequence,), or empty: all 0
-            jit.tensor("i32", self.proxy_heads, self.slots),  # block_indices (B * S, Hp, slots), written
-            Int32(1),  # B
-            Int32(1),  # S
-            Int32(1),  # ceil(Sk / 128)
+            jit.batch("i32"),  # doc_start_block (B, query tiles of a sequence), or empty: all 0
+            jit.batch("i32", self.proxy_heads, self.slots),  # block_indices (B, S, Hp, slots), written
         )
 
     @cute.jit
@@ -66,11 +64,11 @@ class Select:
         q_block: cute.Tensor,
         doc_start_block: cute.Tensor,
         block_indices: cute.Tensor,
-        batch: Int32,
-        queries: Int32,
-        key_blocks: Int32,
         stream,
     ):
+        batch, queries = block_indices.shape[:2]
+        doc_start_block = device.flatten(doc_start_block)
+        block_indices = device.flatten(block_indices, self.proxy_heads, self.slots)
         if const_expr(self.slots == 1):
             self.local_kernel(q_block, block_indices, queries).launch(
                 grid=[cute.ceil_div(batch * queries, LOCAL_THREADS), 1, 1],
@@ -78,7 +76,9 @@ class Select:
                 stream=stream,
             )
         else:
-            q_by_head = layout_utils.select(q_proxy, [0, 2, 1])  # (B * S, 128, Hp)
+            key_blocks = cute.ceil_div(k_proxy.shape[1], BLOCK)
+            k_proxy = device.flatten(k_proxy, BLOCK)
+            q_by_head = layout_utils.select(device.flatten(q_proxy, self.proxy_heads, BLOCK), [0, 2, 1])
             mma = sm90_utils.make_tiled_mma(BFloat16, "K", "K", BLOCK, source="RS", atom_layout_mnk=(2, 1, 1))
             layout = device.rows_layout(BLOCK, STAGES)
             tile = cute.select(layout, mode=[0, 1])
@@ -427,17 +427,13 @@ def select_blocks(
     (B, ceil(S / 128)) int32, all contiguous; S and Sk are multiples of 128 if B > 1. Returns block_indices
     (B, S, Hp, slots) int32: the local block, then by descending score, -1 where blocks run out.
     """
-    batch, queries, heads, _ = q_proxy.shape
-    block_indices = torch.empty(batch, queries, heads, slots, dtype=torch.int32, device=q_proxy.device)
-    nothing = block_indices.view(-1)[:0]
+    place, dtype, heads = q_proxy.device, torch.int32, q_proxy.shape[2]
+    block_indices = torch.empty(*q_proxy.shape[:3], slots, dtype=dtype, device=place)
     jit.load(Select(heads, slots))(
-        q_proxy.view(-1, heads, BLOCK),
-        k_proxy.view(-1, BLOCK),
-        nothing if q_block is None else q_block,
-        nothing if doc_start_block is None else doc_start_block.view(-1),
-        block_indices.view(-1, heads, slots),
-        batch,
-        queries,
-        -(-k_proxy.shape[1] // BLOCK),
+        q_proxy,
+        k_proxy,
+        nothing(place, dtype) if q_block is None else q_block,
+        nothing(place, dtype, 1) if doc_start_block is None else doc_start_block,
+        block_indices,
     )
     return block_indices
