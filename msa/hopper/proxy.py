@@ -189,10 +189,6 @@ class ProxyLse:
         acc, r_q, r_k = sm90_utils.partition_fragment_ABC(mma_slice, (LSE_ROWS, BLOCK, BLOCK), s_q, s_k)
         q_state, k_state = device.consumer_state(STAGES), device.consumer_state(K_STAGES)
         row = (thread // 32) * 16 + lane // 4
-        # The warpgroups take turns to multiply, so that one exponentiates while the other multiplies.
-        my_turn, other_turn = 1 + warpgroup_index, 2 - warpgroup_index
-        if warpgroup_index == 1:
-            cute.arch.barrier_arrive(barrier_id=other_turn, number_of_threads=CONSUMERS)
         position = cute.arch.block_idx()[0]
         while position < n_items:
             start, count, head_local = items[position, 0], items[position, 1], items[position, 3]
@@ -205,17 +201,13 @@ class ProxyLse:
                 e1 = entries[start + cutlass.min(i1, count - 1)]
                 q_pipe.consumer_wait(q_state)
                 cute.arch.fence_view_async_shared()  # what cp.async wrote, to be read by the tensor cores
-                cute.arch.barrier(barrier_id=my_turn, number_of_threads=CONSUMERS)
                 sm90_utils.gemm(
                     mma,
                     acc,
                     r_q[None, None, None, q_state.index],
                     r_k[None, None, None, k_state.index],
                     zero_init=True,
-                    wg_wait=-1,
                 )
-                cute.arch.barrier_arrive(barrier_id=other_turn, number_of_threads=CONSUMERS)
-                warpgroup.wait_group(0)
                 q_pipe.consumer_release(q_state)
                 q_state.advance()
                 if tile * LSE_ROWS < n_local:
