@@ -11,7 +11,7 @@
 # 2.0 in sparse attention (24 layers, 2048 selected tokens of 16 heads x 128), whatever the length; warmup at
 # 8K costs 3.8 there instead. Selection grows with the length, 4 heads x 128 over half of it: 0.1 GFLOP at 8K,
 # 1.6 at 128K, 13 at 1M. In all 6.3 GFLOP a token in warmup, then 4.5, 4.8, 6.7, 11.6 and 18: 62 EFLOP. Steps
-# of at most 14.9, then 10.9, 11.7, 15.0, 24.3 and 32.6 s, as measured on one H200 (2026-11-30, see README),
+# of at most 14.9, then 10.6, 11.5, 14.6, 24.3 and 33.5 s, as measured on one H200 (2026-11-30, see README),
 # make 37 hours, without evaluations.
 # Memory: what layers keep for backward is chosen by stage, the most that fits. Predicted for one GPU: 78 GiB
 # at 8K and 32K, where nothing is computed again; 57 at 128K, where what attention takes and gives is kept;
