@@ -906,11 +906,12 @@ def test_pieces_equal_the_whole(docs, device):
     torch.testing.assert_close(kl, whole.kl_heads, rtol=1e-4, atol=0.0)
 
 
-def test_workspace_changes_nothing(device, monkeypatch):
+@pytest.mark.parametrize("group", [8, 4])  # as many proxy heads as key heads, and twice as many
+def test_workspace_changes_nothing(group, device, monkeypatch):
     """Queries go through in chunks that fit a workspace; its size does not show."""
     import msa.hopper
 
-    c = Case(fitted(device, 8000, 900), B=2, docs=True, **MAIN)
+    c = case(group, fitted(device, 8000, 900), B=2, docs=True)
     tensors, grad_out = make_inputs(c, device, seed=22)
     places = make_places(c, device, seed=22)
     want = run(tensors, grad_out, top_k=c.slots * BLOCK, materialize_kl=True, **places)
@@ -1709,14 +1710,14 @@ def test_kernels_get_what_they_were_compiled_for(c, workspace, no_launches, monk
             assert sorted(seen) == sorted([*range(rows)] * passes)
 
 
-def test_kernels_take_a_million_tokens(no_launches):
+@pytest.mark.parametrize("S", [2**20, 2**22])
+def test_kernels_take_millions_of_tokens(S, no_launches):
     """Of everything that a compiled kernel takes, no dimension leaves its 32 bits."""
     import msa.hopper
 
     def empty(*shape, dtype=torch.bfloat16):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    S = 2**20
     q, k, v, q_proxy, k_proxy = (empty(1, S, n, DIM) for n in (16, 2, 2, 2, 1))
     picked = msa.hopper.select(q_proxy, k_proxy, None, None, 16)
     tensors = (q, k, v, q_proxy, k_proxy, picked)

@@ -3,8 +3,9 @@
 Tiles of 64 gathered rows (a query's heads together) against the 128 keys of an item's block. Scores stand
 transposed, keys down and rows across: P and dS feed dV = P^T dO and dK = dS^T Q from registers, only dS goes
 through shared memory, for dQ = dS K. dV and dK stay on chip until the item ends and leave as fp32 parts,
-summed in item order by `SumKeys`; dQ leaves in bf16 to the entry's slot, summed in slot order by
-`forward.Combine`. Each sum has one order, and the same input gives the same bits.
+summed in item order by `SumKeys`; where a chunk has a single part of a block, it goes into the block's total
+from here. dQ leaves in bf16 to the entry's slot, summed in slot order by `forward.Combine`. Each sum has one
+order, and the same input gives the same bits.
 
 With `teach` it also writes the teacher, the mean over a query's heads of P, for the proxy's kernel (eq. 9).
 Its layout is groups of 8 entries, [256 threads][4]: thread (key row r, quad lane c) holds entries 2c and
