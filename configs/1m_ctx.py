@@ -8,10 +8,10 @@
 # then 2B at 32K, 1B at 128K, and half a billion each (477 steps) at 512K and at 1M, where a step is 2
 # sequences and 1.
 # Time: a token costs 2.4 GFLOP in matrices (6 x 401M; from 128K on 3.1, with each layer's forward again) and
-# 2.0 in sparse attention (24 layers, 2048 selected tokens of 16 heads x 128), whatever the length; warmup at
-# 8K costs 3.8 there instead. Selection grows with the length, 4 heads x 128 over half of it: 0.1 GFLOP at 8K,
-# 1.6 at 128K, 13 at 1M. In all 6.3 GFLOP a token in warmup, then 4.5, 4.8, 6.7, 11.6 and 18: 62 EFLOP. Steps
-# of at most 14.9, then 10.6, 11.5, 14.6, 24.3 and 33.5 s, as measured on one H200 (2026-11-30, see README),
+# 1.6 in sparse attention (24 layers, 2048 selected tokens of 16 heads x 128), whatever the length; warmup at
+# 8K costs 3.2 there instead. Selection grows with the length, 4 heads x 128 over half of it: 0.1 GFLOP at 8K,
+# 1.6 at 128K, 13 at 1M. In all 5.6 GFLOP a token in warmup, then 4.1, 4.4, 6.3, 11 and 18: 57 EFLOP. Steps
+# of at most 14.9, then 10.6, 11.5, 14.6, 24.3 and 31.9 s, as measured on one H200 (2026-11-30, see README),
 # make 37 hours, without evaluations.
 # Memory: what layers keep for backward is chosen by stage, the most that fits. Predicted for one GPU: 78 GiB
 # at 8K and 32K, where nothing is computed again; 57 at 128K, where what attention takes and gives is kept;

@@ -3,6 +3,7 @@
 #     python train.py configs/speed_1m.py --memory_limit_gib=76 --out_dir=out/speed_1m_76  # an H100's
 #     python train.py configs/speed_1m.py --n_layer=2 --out_dir=out/speed_1m_2
 #     python train.py configs/speed_1m.py --n_layer=2 --attention=dense --out_dir=out/dense_1m_2
+#     python train.py configs/speed_1m.py --n_kv_head=2 --n_proxy_head=2 --out_dir=out/speed_1m_16_2_2
 #
 # Dense, 24 layers would take ten minutes a step, so two stand for them. A step of n layers takes a + n * b
 # seconds; a (embedding, loss, optimizer) follows from the two sparse runs, and is the same when dense. (Two
