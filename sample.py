@@ -253,6 +253,9 @@ def main(argv: list[str] | None = None) -> None:
         f"{args.out_dir}, step {run.step}, {attention} attention, {len(prompt)} prompt tokens, on {kind}",
         file=sys.stderr,
     )
+    stages = run.config.stages[: run.config.stages.index(run.stage) + 1]
+    if attention == "sparse" and not run.config.init_from and all(s.attention == "dense" for s in stages):
+        print("no stage of this run has trained the proxy: what it selects is random", file=sys.stderr)
     if len(prompt) + args.max_new_tokens > run.stage.seq_len:
         print(
             f"the run knows no places behind token {run.stage.seq_len:,}: expect little there",

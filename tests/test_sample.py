@@ -384,7 +384,8 @@ def test_broken_characters_are_replaced(raw, text, capsys):
 @pytest.mark.parametrize("asked", [None, "dense", "sparse"])
 def test_attention_is_that_of_the_last_stage_unless_asked(last, asked, tmp_path, capsys):
     model = build()
-    stages = [STAGES[0], Stage(steps=10, seq_len=64, attention=last, rope_theta=77.0)]
+    first = Stage(steps=2, seq_len=32, attention="dense")
+    stages = [first, Stage(steps=10, seq_len=64, attention=last, rope_theta=77.0)]
     out_dir = save_run(tmp_path, model, stages)
     start = "0123456789" * 3
     argv = [
@@ -400,6 +401,7 @@ def test_attention_is_that_of_the_last_stage_unless_asked(last, asked, tmp_path,
     attention = asked or ("sparse" if last == "sparse" else "dense")
     out, err = capsys.readouterr()
     assert f"{attention} attention, 30 prompt tokens" in err
+    assert ("has trained the proxy" in err) == (attention == "sparse" and last == "dense")
     kwargs = {"attention": attention, "rope_theta": 77.0, "temperature": 1.5, "seed": 4, "top_k": 9}
     (drawn,) = texts(model, [list(start.encode())], 20, **kwargs)
     drawn = drawn[: drawn.index(EOS)] if EOS in drawn else drawn
