@@ -519,9 +519,8 @@ def host_in_a_row(shape: Shape, mode: str, data: Data, calls: int = 8) -> tuple[
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = launch(leaves)
+        launch(leaves)
     replays = [timed(graph.replay) for _ in range(5)]
-    del results
     return statistics.median(python) / calls, statistics.median(replays)
 
 

@@ -619,12 +619,17 @@ def store_entries(teacher: cute.Tensor, offset: Int64, values: cute.Tensor, mean
     )
 
 
+def part_pointer(parts: cute.Tensor, offset: Int64, warpgroup_index: Int32, thread: Int32):
+    """Where a thread's values of a part begin."""
+    return device.global_pointer(
+        parts, offset + (warpgroup_index * (PART // 2) + (thread % 128) * 4), Float32
+    )
+
+
 @cute.jit
 def store_part(acc: cute.Tensor, parts: cute.Tensor, offset: Int64, warpgroup_index: Int32, thread: Int32):
     """An item's (128 keys, 128) accumulator in register order: [warpgroup][16][128 threads][4] fp32."""
-    pointer = device.global_pointer(
-        parts, offset + (warpgroup_index * (PART // 2) + (thread % 128) * 4), Float32
-    )
+    pointer = part_pointer(parts, offset, warpgroup_index, thread)
     for i in cutlass.range_constexpr(16):
         copy_utils.store_v4(pointer + i * 512, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3])
 
@@ -632,9 +637,7 @@ def store_part(acc: cute.Tensor, parts: cute.Tensor, offset: Int64, warpgroup_in
 @cute.jit
 def add_part(acc: cute.Tensor, total: cute.Tensor, offset: Int64, warpgroup_index: Int32, thread: Int32):
     """`store_part`, added to what is there. Nobody else writes it: sums go by the order of chunks."""
-    pointer = device.global_pointer(
-        total, offset + (warpgroup_index * (PART // 2) + (thread % 128) * 4), Float32
-    )
+    pointer = part_pointer(total, offset, warpgroup_index, thread)
     for i in cutlass.range_constexpr(16):
         device.add_vector(pointer + i * 512, [acc[4 * i + j] for j in range(4)])
 
